@@ -1,0 +1,50 @@
+"""What a task is: prompts, a reward, and which of its components is the score."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set with its reward, kept together so that the prompt asks for what the reward counts.
+
+    ``rows(split, data)`` returns dictionaries, each with a ``"prompt"``; split is ``"train"`` or ``"test"``, data an
+    optional path in place of the task's own source. ``reward(rows, completions)`` returns one float array [n] a component;
+    a completion is a string (cut at its end of text) or a uint8 image [3, H, W].
+    """
+
+    name: str
+    modality: str  # "text" or "image"
+    rows: Callable[[str, str | None], list[dict]]
+    reward: Callable[[list[dict], list], dict[str, np.ndarray]]
+    weights: dict[str, float]  # the default --reward
+    score: str  # the component, within 0..1, that is reported as the score
+    category: str | None = None  # row key: the score is the mean over categories of their means
+
+
+def load_task(name: str, protocol: str | None = None) -> Task:
+    """The task ``eval/<name>.py``; ``path/to/file.py`` loads a task of your own.
+
+    Raises ValueError when there is no such task, or when the task has no such protocol.
+    """
+    if name.endswith(".py"):
+        spec = importlib.util.spec_from_file_location("custom_task", name)
+        if spec is None:
+            raise ValueError(f"--task {name}: not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except FileNotFoundError:
+            raise ValueError(f"--task {name}: no such file") from None
+        return module.task(protocol)
+    module_name = "eval." + name.replace("-", "_")
+    if name not in TASKS or importlib.util.find_spec(module_name) is None:
+        raise ValueError(f"--task {name}: unknown; accepted: {', '.join(TASKS)}, or a path to a .py file")
+    return importlib.import_module(module_name).task(protocol)
+
+
+TASKS = ("tiny-math", "tiny-geneval", "gsm8k", "math500", "mbpp", "geneval", "ocr", "captions")
