@@ -1,0 +1,240 @@
+"""Rewards by name, each logged apart, summed with weights: ``--reward hpsv3=1,clip=0.5,http://host:8000/ocr=1``."""
+
+import importlib
+import importlib.util
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from eval.reward_client import RewardServersDown
+from eval.task import Task
+
+Score = Callable[[list[dict], list], dict[str, np.ndarray]]
+
+# Rewards of pictures: name -> module of eval, and after a colon its function where that is not `reward`.
+REWARDS = {
+    "clip": "clip_score",
+    "pickscore": "pickscore",
+    "imagereward": "imagereward",
+    "hpsv3": "hpsv3",
+    "unified": "unified",
+    "deqa": "deqa",
+    "geneval": "geneval",
+    "geneval_dense": "geneval:dense_reward",
+    "ocr": "ocr",
+    "edges": "image_statistics",
+}
+
+
+def parse_rewards(spec: str) -> list[tuple[str, float]]:
+    """``"a=2,b"`` -> ``[("a", 2.0), ("b", 1.0)]``: split at commas, weight after the last ``=``, 1 by default.
+
+    Weight 0 makes a held-out metric: measured and logged, not trained on. Raises ValueError for an empty or repeated
+    name and for a weight that is not a finite number.
+    """
+    rewards = []
+    for part in spec.split(","):
+        name, separator, weight = part.strip().rpartition("=")
+        if not separator:
+            name, weight = weight, "1"
+        if not name:
+            raise ValueError(f"--reward {spec!r}: empty name; accepted: name=weight, separated by commas")
+        if name in dict(rewards):
+            raise ValueError(f"--reward {spec!r}: {name} is named twice; name each reward once")
+        try:
+            value = float(weight)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(
+                f"--reward {part.strip()}: weight {weight!r} is not a number; accepted: {name}=0.5"
+            )
+        rewards.append((name, value))
+    return rewards
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def short_name(name: str) -> str:
+    """The component a reward answers with: ``hpsv3`` of ``http://host:8000/hpsv3``, ``red`` of ``my.py:red``."""
+    if is_url(name):
+        return name.rstrip("/").rpartition("/")[2]
+    return name.rpartition(":")[2]
+
+
+def load_reward(name: str, device: str = "cpu") -> Score:
+    """The scoring function of a name in REWARDS (its weights are loaded here), or of ``path/to/file.py:function``.
+
+    A custom function is itself ``function(rows, completions) -> {"function": n floats}``. Raises ValueError for an
+    unknown name, a missing file or function.
+    """
+    if name in REWARDS:
+        module, _, function = REWARDS[name].partition(":")
+        return getattr(importlib.import_module(f"eval.{module}"), function or "reward")(device)
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py"):
+        raise ValueError(
+            f"--reward {name}: unknown; accepted: {', '.join(REWARDS)}, path/to/file.py:function"
+        )
+    if not Path(path).is_file():
+        raise ValueError(f"--reward {name}: no such file as {path}")
+    spec = importlib.util.spec_from_file_location("custom_reward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise ValueError(f"--reward {name}: {path} defines no function {function!r}")
+    return getattr(module, function)
+
+
+def finite_scores(values, n: int) -> tuple[np.ndarray, int]:
+    """n numbers as float64 [n] with 0 in place of None, NaN and infinity, and how many of these there were.
+
+    Raises TypeError when ``values`` (list, array, or tensor on any device) is not n plain numbers.
+    """
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    scores = np.array([math.nan if v is None else v for v in values])
+    if scores.shape != (n,) or scores.dtype.kind not in "biuf":
+        raise TypeError(f"{n} numbers expected, got shape {scores.shape} of {scores.dtype}")
+    finite = np.isfinite(scores)
+    return np.where(finite, scores, 0).astype(np.float64), int((~finite).sum())
+
+
+class Rewards:
+    """The components of ``spec`` (default: the task's weights) and, logged beside them, all others of the task.
+
+    A name means a component of the task, else a reward of REWARDS, a URL of a reward server, or
+    ``path/to/file.py:function``. A reward that raises, or answers with the wrong number of scores, scores 0 for that
+    call and adds 1 to ``errors``; so does each score that is None, NaN or infinite. With ``strict`` both raise.
+    RewardServersDown always passes through. Raises ValueError for an unknown name.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        spec: str | None = None,
+        *,
+        strict: bool = False,
+        device: str = "cpu",
+        timeout: float = 120.0,
+        token: str | None = None,
+    ):
+        named = dict(task.weights) if spec is None else dict(parse_rewards(spec))
+        self.strict, self.errors = strict, 0
+        self.weights: dict[str, float] = {}  # component -> weight
+        # Each source with the components that it must answer; what else it answers is logged with weight 0.
+        own = list(dict.fromkeys([*task.weights, task.score]))
+        self.sources: list[tuple[str, Score, dict[str, str]]] = [("task", task.reward, {c: c for c in own})]
+        self._warned: set[str] = set()
+        for name, weight in named.items():
+            if name in own:
+                self.weights[name] = weight
+            elif is_url(name) or name in REWARDS or ".py:" in name:
+                if name in REWARDS and task.modality != "image":
+                    raise ValueError(
+                        f"--reward {name}: scores pictures, but --task {task.name} completes text"
+                    )
+                answer = short_name(name)
+                component = answer if answer not in (*own, *self.weights) else name
+                self.weights[component] = weight
+                score = _remote(name, timeout, token) if is_url(name) else load_reward(name, device)
+                self.sources.append((name, score, {answer: component}))
+            elif name in _answered(task):
+                own.append(name)
+                self.sources[0][2][name] = name
+                self.weights[name] = weight
+            else:
+                raise ValueError(
+                    f"--reward {name}: unknown; accepted: {', '.join(own)} (of --task {task.name}), "
+                    f"{', '.join(REWARDS)}, http://host:port/name of a reward server, path/to/file.py:function"
+                )
+
+    def components(self, rows: list[dict], completions: list) -> dict[str, np.ndarray]:
+        """Every component, float64 [n], n = len(rows) = len(completions); the named ones are always there."""
+        n = len(rows)
+        if n != len(completions):
+            raise ValueError(f"{n} rows for {len(completions)} completions")
+        found: dict[str, np.ndarray] = {}
+        for name, score, wanted in self.sources:
+            found.update({component: np.zeros(n) for component in wanted.values()})
+            if n == 0:  # the shard of a process may be empty
+                continue
+            try:
+                answer = score(rows, completions)
+                if not isinstance(answer, dict) or not wanted.keys() <= answer.keys():
+                    got = ", ".join(answer) if isinstance(answer, dict) else type(answer).__name__
+                    raise TypeError(f"a dictionary with {', '.join(wanted)} expected, got {got}")
+                scores = {key: finite_scores(values, n) for key, values in answer.items()}
+            except RewardServersDown:
+                raise
+            except Exception as error:
+                if self.strict:
+                    raise
+                self._count(name, 1, f"{type(error).__name__}: {error}")
+                continue
+            for key, (values, bad) in scores.items():
+                if bad and self.strict:
+                    raise ValueError(
+                        f"--reward {name}: {bad} of {n} scores of {key} are None, NaN or infinite"
+                    )
+                if bad:
+                    self._count(name, bad, f"{bad} of {n} scores of {key} are None, NaN or infinite")
+                if key in wanted:
+                    found[wanted[key]] = values
+                else:
+                    found.setdefault(key, values)
+        return found
+
+    def total(
+        self, components: dict[str, np.ndarray], group_size: int | None = None, normalize: bool = False
+    ) -> np.ndarray:
+        """The weighted sum, float64 [n]; ``normalize``: of each component brought to mean 0, std 1 in its group.
+
+        A group is ``group_size`` neighbours; a component without spread in a group is 0 there.
+        """
+        total = np.zeros(len(next(iter(components.values()))))
+        for name, weight in self.weights.items():
+            values = components[name]
+            if normalize:
+                values = _normalized(values, group_size)
+            total += weight * values
+        return total
+
+    def metrics(self, components: dict[str, np.ndarray]) -> dict[str, float]:
+        """One row for the log: the mean of every component, trained or held out, and the errors so far."""
+        means = {f"reward/{name}": float(values.mean()) for name, values in components.items() if len(values)}
+        return means | {"reward/errors": self.errors}
+
+    def _count(self, name: str, errors: int, reason: str):
+        self.errors += errors
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(f"--reward {name}: {reason}; scored 0, counted in reward/errors", stacklevel=3)
+
+
+def _normalized(values: np.ndarray, group_size: int | None) -> np.ndarray:
+    if not group_size or len(values) % group_size:
+        raise ValueError(f"--reward-normalize: {len(values)} scores do not make groups of {group_size}")
+    groups = values.reshape(-1, group_size)
+    # Equal scores can have a rounding error for a standard deviation; the test on max and min is exact.
+    spread = groups.max(1, keepdims=True) > groups.min(1, keepdims=True)
+    std = np.where(spread, groups.std(1, keepdims=True), 1)
+    return np.where(spread, (groups - groups.mean(1, keepdims=True)) / std, 0).reshape(-1)
+
+
+def _answered(task: Task) -> list[str]:
+    """Components of the task beyond its weights and its score, as far as it tells them for no rows."""
+    try:
+        return list(task.reward([], []))
+    except Exception:
+        return []
+
+
+def _remote(name: str, timeout: float, token: str | None) -> Score:
+    from eval.reward_client import RewardClient
+
+    return RewardClient(name, timeout=timeout, token=token)
