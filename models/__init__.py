@@ -1,0 +1,39 @@
+"""One short file per backbone, behind the interface of models/policy.py."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from models import weights
+
+if TYPE_CHECKING:
+    from models.policy import Policy
+
+CLASSES = {"llada": "LLaDA", "mmada": "MMaDA"}  # kind -> class of models/<kind>.py
+
+
+def load(
+    name_or_path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    length: int | None = None,
+    max_prompt: int | None = None,
+) -> "Policy":
+    """The policy of a local directory or a hub id, in eval mode.
+
+    A directory written by ``policy.save`` says its kind in policy.json, a released one in config.json
+    (model_type). length, max_prompt: None keeps what the checkpoint says. ValueError, one sentence, where
+    it cannot be loaded.
+    """
+    directory = weights.find(name_or_path)
+    ours = directory / "policy.json"
+    if ours.exists():
+        kind = weights.read_json(ours).get("kind")
+    else:
+        kind = weights.read_json(directory / "config.json").get("model_type")
+    if kind not in CLASSES:
+        raise ValueError(f"--model {name_or_path}: kind {kind!r} is not supported, only {', '.join(CLASSES)}")
+    policy = getattr(importlib.import_module(f"models.{kind}"), CLASSES[kind])
+    return policy.load(directory, dtype=dtype, device=device, length=length, max_prompt=max_prompt)
