@@ -1,0 +1,141 @@
+"""MMaDA: images by masked diffusion, a Llama whose vocabulary ends in the codes of an image tokenizer."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models import weights
+from models.llada import LlamaPolicy, load_llama
+from models.policy import Prompt
+
+# constructor keyword -> the token's names in a tokenizer; MMaDA writes its own over LLaDA's reserved ones
+SPECIAL = {
+    "mask_id": ("<|mdm_mask|>",),
+    "begin_id": ("<|startoftext|>",),
+    "end_id": ("<|endoftext|>",),
+    "t2i_id": ("<|t2i|>", "<|reserved_token_4|>"),
+    "soi_id": ("<|soi|>", "<|reserved_token_0|>"),
+    "eoi_id": ("<|eoi|>", "<|reserved_token_1|>"),
+    "pad_id": ("[iPAD]", "<|reserved_token_9|>"),
+}
+
+
+class MMaDA(LlamaPolicy):
+    """Images of N = ``num_vq_tokens`` codes out of K = ``codebook_size``; x_t holds codes, and K for [M].
+
+    The row is ``[pad..] <|t2i|> begin text end`` (the prompt: max_text + 1 positions) ``<|soi|> image x N
+    <|eoi|>``; padding is hidden. Code k is row ``image_offset`` + k of the backbone's vocabulary;
+    ``token_mask_id`` and the other ``*_id`` are rows too. max_text: text positions, begin and end included;
+    a longer text is cut.
+
+    vq: any object with ``decode(codes [B, N]) -> uint8 [B, 3, H, W]`` and, where there is one, ``encode``
+    (its inverse) and ``codebook`` [K, d]. ``save`` needs its ``source``: a directory, a hub id, or a name
+    that begins with "tiny".
+    """
+
+    def __init__(
+        self,
+        backbone,
+        tokenizer,
+        vq,
+        *,
+        token_mask_id: int,
+        begin_id: int,
+        end_id: int,
+        t2i_id: int,
+        soi_id: int,
+        eoi_id: int,
+        pad_id: int,
+        codebook_size: int,
+        num_vq_tokens: int,
+        image_offset: int,
+        max_text: int = 256,
+    ) -> None:
+        super().__init__(backbone, tokenizer)
+        # not a submodule: the image tokenizer is neither trained, nor sharded, nor saved with the policy
+        self.__dict__["vq"] = vq
+        self.codebook = getattr(vq, "codebook", None)
+        self.prompt_mask_id, self.begin_id, self.end_id = token_mask_id, begin_id, end_id
+        self.t2i_id, self.soi_id, self.eoi_id, self.pad_id = t2i_id, soi_id, eoi_id, pad_id
+        self.vocab_size = self.mask_id = codebook_size
+        self.length, self.image_offset, self.max_text = num_vq_tokens, image_offset, max_text
+
+    def hidden(self, prompt: Prompt, x_t: Tensor) -> Tensor:
+        image = torch.where(x_t == self.mask_id, self.prompt_mask_id, x_t + self.image_offset)
+        image = F.pad(F.pad(image, (1, 0), value=self.soi_id), (0, 1), value=self.eoi_id)
+        mask = torch.cat([prompt.mask, torch.ones_like(image, dtype=torch.bool)], 1)
+        return self.trunk(torch.cat([prompt.ids, image], 1), mask)[:, -1 - x_t.shape[1] : -1]
+
+    def head(self, h: Tensor) -> Tensor:
+        """Of the codes' rows only."""
+        codes = slice(self.image_offset, self.image_offset + self.vocab_size)
+        return F.linear(h, self.backbone.get_output_embeddings().weight[codes])
+
+    def encode(self, texts: list[str]) -> Prompt:
+        """Left-padded to max_text + 1; a longer text keeps its head and the end id."""
+        ids = torch.full((len(texts), self.max_text + 1), self.pad_id)
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        for i, text in enumerate(texts):
+            tokens = self.tokenizer(text)["input_ids"]
+            if tokens[:1] != [self.begin_id]:
+                tokens = [self.begin_id, *tokens]
+            tokens = [self.t2i_id, *tokens][: self.max_text] + [self.end_id]
+            ids[i, -len(tokens) :] = torch.tensor(tokens)
+            mask[i, -len(tokens) :] = True
+        return Prompt(ids, mask).to(self.backbone.device)
+
+    def unconditional(self, prompt: Prompt) -> Prompt:
+        """The empty text, at the same length."""
+        return self.encode([""])[[0] * len(prompt)].to(prompt.ids.device)
+
+    def decode(self, x_0: Tensor) -> Tensor:
+        """codes [B, N] -> uint8 images [B, 3, H, W]."""
+        vq = self.vq.to(x_0.device) if isinstance(self.vq, nn.Module) else self.vq
+        return vq.decode(x_0)
+
+    def settings(self) -> dict:
+        if not hasattr(self.vq, "source"):
+            raise ValueError(f"{type(self.vq).__name__} has no source: a checkpoint could not find it again")
+        ids = {name: getattr(self, name) for name in SPECIAL if name != "mask_id"}
+        rest = {name: getattr(self, name) for name in ("image_offset", "max_text")}
+        return {
+            "kind": "mmada",
+            "vq": str(self.vq.source),
+            "token_mask_id": self.prompt_mask_id,
+            "codebook_size": self.vocab_size,
+            "num_vq_tokens": self.length,
+            **ids,
+            **rest,
+        }
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        length: int | None = None,
+        max_prompt: int | None = None,
+        vq: str | None = None,
+    ) -> "MMaDA":
+        """length: codes of an image; max_prompt: ``max_text``; vq: another source than the checkpoint's."""
+        settings = weights.read_json(directory / "policy.json")
+        del settings["kind"]
+        source = settings.pop("vq")
+        settings |= {"num_vq_tokens": length} if length else {}
+        settings |= {"max_text": max_prompt} if max_prompt else {}
+        return cls(*load_llama(directory, dtype, device), load_vq(vq or source, device), **settings)
+
+
+def load_vq(source: str, device: str):
+    """The image tokenizer that ``source`` names: MAGVITv2's directory or hub id, or one of models/tiny.py."""
+    if source.startswith("tiny"):
+        from models.tiny import load_vq
+
+        return load_vq(source)
+    from models.magvitv2 import MAGVITv2
+
+    return MAGVITv2.load(source, device=device)
