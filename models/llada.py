@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from models import weights
+from models import released, weights
 from models.policy import Policy, Prompt
+
+# MMaDA's tokenizer carries LLaDA's template, its text training had one line break after a header
+MMADA_CHAT = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n"
+)
 
 
 class LlamaPolicy(Policy):
@@ -46,6 +52,10 @@ class LlamaPolicy(Policy):
         self.backbone.save_pretrained(path, state_dict=state)
         self.tokenizer.save_pretrained(path)
         (path / "policy.json").write_text(json.dumps(self.settings(), indent=1))
+
+    def export_llada(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
+        """The released layout: config, tensor names, tokenizer; ``state`` as above."""
+        released.write(path, self.backbone, self.tokenizer, self.prompt_mask_id, state)
 
 
 class LLaDA(LlamaPolicy):
@@ -118,25 +128,79 @@ class LLaDA(LlamaPolicy):
         rows = [row[:n] for row, n in zip(x_0.tolist(), cut, strict=True)]
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
+    def respond(self, texts: list[str]) -> Tensor:
+        """The inverse of decode: x_0 [B, L], each text with an end id after it, up to the end of the canvas."""
+        x_0 = torch.full((len(texts), self.length), self.end_ids[0])
+        for i, text in enumerate(texts):
+            row = self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.length]
+            x_0[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+        return x_0.to(self.backbone.device)
+
+    def respond(self, completions: list[str]) -> Tensor:
+        """x_0 [B, L]: the text, its end, and end of text as padding; ValueError where one is longer than L."""
+        turn = (
+            self.end_ids[-1] if self.tokenizer.chat_template else self.end_ids[0]
+        )  # LLaDA: <|eot_id|> in a chat
+        x_0 = torch.full((len(completions), self.length), self.end_ids[0])
+        for i, text in enumerate(completions):
+            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(tokens) > self.length:
+                raise ValueError(
+                    f"--length {self.length}: a response has {len(tokens)} tokens ({text[:60]!r})"
+                )
+            tokens = [*tokens, turn][: self.length]
+            x_0[i, : len(tokens)] = torch.tensor(tokens)
+        return x_0.to(self.backbone.device)
+
     def settings(self) -> dict:
         names = ("mask_id", "end_ids", "length", "max_prompt")
         return {"kind": "llada"} | {name: getattr(self, name) for name in names}
 
     @classmethod
-    def load(cls, directory: Path, *, dtype: torch.dtype, device: str, **options) -> "LLaDA":
-        settings = {k: v for k, v in weights.read_json(directory / "policy.json").items() if k != "kind"}
+    def load(
+        cls,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        length: int | None = None,
+        max_prompt: int | None = None,
+    ) -> "LLaDA":
+        """A directory that ``save`` wrote, or LLaDA (or MMaDA, for text) as released."""
         backbone, tokenizer = load_llama(directory, dtype, device)
-        return cls(backbone, tokenizer, **settings | {k: v for k, v in options.items() if v is not None})
+        if (directory / "policy.json").exists():
+            settings = weights.read_json(directory / "policy.json")
+            del settings["kind"]
+        else:
+            config = backbone.config.released
+            if config["model_type"] == "mmada":
+                tokenizer.chat_template = MMADA_CHAT
+            ids = tokenizer.get_vocab()
+            mask_id = config.get("mask_token_id", ids.get("<|mdm_mask|>"))
+            if mask_id is None:
+                raise ValueError(
+                    f"{directory}: no mask_token_id in config.json, no <|mdm_mask|> in the tokenizer"
+                )
+            ends = (config["eos_token_id"], ids.get("<|eot_id|>"))
+            settings = {"mask_id": mask_id, "end_ids": [i for i in dict.fromkeys(ends) if i is not None]}
+        given = {"length": length, "max_prompt": max_prompt}
+        return cls(backbone, tokenizer, **settings | {k: v for k, v in given.items() if v is not None})
 
 
 def load_llama(directory: Path, dtype: torch.dtype, device: str):
-    """(LlamaForCausalLM, tokenizer) of a directory in transformers' layout."""
+    """(LlamaForCausalLM, tokenizer) of a directory in transformers' or the released layout, in eval mode."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = LlamaConfig.from_pretrained(directory)
+    if not (directory / "tokenizer.json").exists():
+        raise ValueError(f"{directory}: no tokenizer.json")
+    if weights.read_json(directory / "config.json").get("model_type") == "llama":
+        config, table = LlamaConfig.from_pretrained(directory), {}
+    else:
+        config = released.read_config(directory / "config.json")
+        table = released.names(config.num_hidden_layers)
     with torch.device("meta"):
         backbone = LlamaForCausalLM(config)
-    weights.fill(backbone, directory, dtype, device)
+    weights.fill(backbone, directory, dtype, device, lambda name: table.get(name, name))
     backbone.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)  # its tables are in no checkpoint
     return backbone.eval(), PreTrainedTokenizerFast.from_pretrained(directory)

@@ -10,9 +10,9 @@ from models import weights
 from models.llada import LlamaPolicy, load_llama
 from models.policy import Prompt
 
-# constructor keyword -> the token's names in a tokenizer; MMaDA writes its own over LLaDA's reserved ones
+# constructor keyword -> the token's name; MMaDA's own ones took the place of LLaDA's reserved tokens
 SPECIAL = {
-    "mask_id": ("<|mdm_mask|>",),
+    "token_mask_id": ("<|mdm_mask|>",),
     "begin_id": ("<|startoftext|>",),
     "end_id": ("<|endoftext|>",),
     "t2i_id": ("<|t2i|>", "<|reserved_token_4|>"),
@@ -20,6 +20,7 @@ SPECIAL = {
     "eoi_id": ("<|eoi|>", "<|reserved_token_1|>"),
     "pad_id": ("[iPAD]", "<|reserved_token_9|>"),
 }
+RELEASED_VQ = "showlab/magvitv2"
 
 
 class MMaDA(LlamaPolicy):
@@ -57,13 +58,14 @@ class MMaDA(LlamaPolicy):
         # not a submodule: the image tokenizer is neither trained, nor sharded, nor saved with the policy
         self.__dict__["vq"] = vq
         self.codebook = getattr(vq, "codebook", None)
-        self.prompt_mask_id, self.begin_id, self.end_id = token_mask_id, begin_id, end_id
+        self.token_mask_id = self.prompt_mask_id = token_mask_id
+        self.begin_id, self.end_id = begin_id, end_id
         self.t2i_id, self.soi_id, self.eoi_id, self.pad_id = t2i_id, soi_id, eoi_id, pad_id
         self.vocab_size = self.mask_id = codebook_size
         self.length, self.image_offset, self.max_text = num_vq_tokens, image_offset, max_text
 
     def hidden(self, prompt: Prompt, x_t: Tensor) -> Tensor:
-        image = torch.where(x_t == self.mask_id, self.prompt_mask_id, x_t + self.image_offset)
+        image = torch.where(x_t == self.mask_id, self.token_mask_id, x_t + self.image_offset)
         image = F.pad(F.pad(image, (1, 0), value=self.soi_id), (0, 1), value=self.eoi_id)
         mask = torch.cat([prompt.mask, torch.ones_like(image, dtype=torch.bool)], 1)
         return self.trunk(torch.cat([prompt.ids, image], 1), mask)[:, -1 - x_t.shape[1] : -1]
@@ -92,23 +94,22 @@ class MMaDA(LlamaPolicy):
 
     def decode(self, x_0: Tensor) -> Tensor:
         """codes [B, N] -> uint8 images [B, 3, H, W]."""
-        vq = self.vq.to(x_0.device) if isinstance(self.vq, nn.Module) else self.vq
-        return vq.decode(x_0)
+        return self._vq(x_0.device).decode(x_0)
+
+    def respond(self, completions: list[Tensor] | Tensor) -> Tensor:
+        """uint8 images [3, H, W] -> codes [B, N]."""
+        device = self.backbone.device
+        return self._vq(device).encode(torch.stack(list(completions)).to(device))
+
+    def _vq(self, device: torch.device):
+        return self.vq.to(device) if isinstance(self.vq, nn.Module) else self.vq
 
     def settings(self) -> dict:
         if not hasattr(self.vq, "source"):
             raise ValueError(f"{type(self.vq).__name__} has no source: a checkpoint could not find it again")
-        ids = {name: getattr(self, name) for name in SPECIAL if name != "mask_id"}
-        rest = {name: getattr(self, name) for name in ("image_offset", "max_text")}
-        return {
-            "kind": "mmada",
-            "vq": str(self.vq.source),
-            "token_mask_id": self.prompt_mask_id,
-            "codebook_size": self.vocab_size,
-            "num_vq_tokens": self.length,
-            **ids,
-            **rest,
-        }
+        ids = {name: getattr(self, name) for name in (*SPECIAL, "image_offset", "max_text")}
+        sizes = {"codebook_size": self.vocab_size, "num_vq_tokens": self.length}
+        return {"kind": "mmada", "vq": self.vq.source, **sizes, **ids}
 
     @classmethod
     def load(
@@ -122,12 +123,31 @@ class MMaDA(LlamaPolicy):
         vq: str | None = None,
     ) -> "MMaDA":
         """length: codes of an image; max_prompt: ``max_text``; vq: another source than the checkpoint's."""
-        settings = weights.read_json(directory / "policy.json")
-        del settings["kind"]
-        source = settings.pop("vq")
-        settings |= {"num_vq_tokens": length} if length else {}
-        settings |= {"max_text": max_prompt} if max_prompt else {}
-        return cls(*load_llama(directory, dtype, device), load_vq(vq or source, device), **settings)
+        backbone, tokenizer = load_llama(directory, dtype, device)
+        if (directory / "policy.json").exists():
+            settings = weights.read_json(directory / "policy.json")
+            del settings["kind"]
+        else:
+            settings = released_settings(directory, backbone.config.released, tokenizer)
+        given = {"num_vq_tokens": length, "max_text": max_prompt, "vq": vq}
+        settings |= {name: value for name, value in given.items() if value is not None}
+        return cls(backbone, tokenizer, load_vq(settings.pop("vq"), device), **settings)
+
+
+def released_settings(directory: Path, config: dict, tokenizer) -> dict:
+    """The constructor's keywords and ``vq``, from a released config and tokenizer."""
+    absent = [name for name in ("codebook_size", "num_vq_tokens") if not config.get(name)]
+    if absent:
+        raise ValueError(
+            f"{directory}/config.json: {', '.join(absent)} missing, so it is no MMaDA for images"
+        )
+    vocab = tokenizer.get_vocab()
+    ids = {keyword: next((vocab[n] for n in names if n in vocab), None) for keyword, names in SPECIAL.items()}
+    unknown = [" or ".join(SPECIAL[keyword]) for keyword, i in ids.items() if i is None]
+    if unknown:
+        raise ValueError(f"{directory}: the tokenizer has no {', no '.join(unknown)}")
+    sizes = {name: config[name] for name in ("codebook_size", "num_vq_tokens")}
+    return {"vq": RELEASED_VQ, "image_offset": len(tokenizer), **sizes, **ids}
 
 
 def load_vq(source: str, device: str):

@@ -1,6 +1,6 @@
 """The one interface that the algorithms see: a policy over a response.
 
-A backbone says how ids become hidden states; where, chunks, log-softmax and guidance are done here, once for all.
+A backbone says how ids become hidden states; where, chunks, log-softmax and guidance are done here, once.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Prompt:
 class Policy(nn.Module):
     """p(x_0 | x_t, prompt) over responses of ``length`` tokens out of ``vocab_size``.
 
-    Subclasses set the attributes below and give ``hidden``, ``head``, ``encode``, ``unconditional``, ``decode``, ``save``.
+    Subclasses set the attributes below and give the methods that raise NotImplementedError.
     """
 
     length: int  # L
@@ -67,6 +67,10 @@ class Policy(nn.Module):
     def decode(self, x_0: Tensor) -> list[str] | Tensor:
         raise NotImplementedError
 
+    def respond(self, completions: list) -> Tensor:
+        """The inverse of decode: texts or uint8 images [3, H, W] -> x_0 [B, L]."""
+        raise NotImplementedError
+
     def save(self, path) -> None:
         """Write the model in the layout that ``models.load`` reads."""
         raise NotImplementedError
@@ -80,12 +84,12 @@ class Policy(nn.Module):
         null: Prompt | None = None,
         cfg: float = 0.0,
     ) -> Tensor:
-        """Logits [N, K] float32 at the N positions of ``where`` [B, L] (None: all), or with ``target`` x_0 [B, L] their
-        log p(x_0 | x_t) [N] float32.
+        """Logits [N, K] float32 at the N positions of ``where`` [B, L] (None: all), or with ``target`` x_0 [B, L]
+        their log p(x_0 | x_t) [N] float32.
 
-        With cfg w != 0 both are of the guided distribution, logits (1 + w) cond - w uncond, whose unconditional rows are
-        ``null`` with the same x_t; gradients flow through both. The head is called even for N = 0, so that every rank of a
-        sharded model makes the same calls.
+        With cfg w != 0 both are of the guided distribution, logits (1 + w) cond - w uncond, whose unconditional
+        rows are ``null`` with the same x_t; gradients flow through both. The head is called even for N = 0, so
+        that every rank of a sharded model makes the same calls.
         """
         guided = cfg != 0.0
         if guided:

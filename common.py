@@ -1,0 +1,199 @@
+"""What the algorithms share: randomness, forward process, ELBO, advantage, processes, checkpoints, the log of a run."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# ---- Randomness: explicit generators only, keyed by what they are for, so that any number of processes draws the same
+
+
+def generator(*key: int | str) -> torch.Generator:
+    """A CPU generator seeded by its key, e.g. ``generator("rollout", seed, iteration, sample)``."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def prompt_indices(n_rows: int, n_prompts: int, iteration: int, seed: int) -> list[int]:
+    """Which rows an iteration uses: an endless pass over a new permutation in each epoch. A function of the iteration
+    alone, so that a resumed run needs no cursor."""
+    picked = []
+    for i in range(iteration * n_prompts, (iteration + 1) * n_prompts):
+        epoch, position = divmod(i, n_rows)
+        picked.append(int(torch.randperm(n_rows, generator=generator("data", seed, epoch))[position]))
+    return picked
+
+
+# ---- Forward process, masked diffusion
+
+
+def times(mu: int, gamma: float = 0.0) -> list[float]:
+    """t_j = gamma + (1 - gamma) j / mu, j = 1..mu (MaskGRPO Eq. 11). The last is 1: the public code's cap at 0.999 would
+    leave some tokens unmasked at every j."""
+    return [gamma + (1 - gamma) * j / mu for j in range(1, mu + 1)]
+
+
+def fading_keep(t: float, L: int) -> Tensor:
+    """Probability [L] that each completion token stays shown (Alg. 1): d (1-t) L / sum d, d = linspace(1, 0, L), at most 1.
+
+    Its mean is 1 - t where nothing is clipped (t >= 1/2), so the mean mask rate is t, rising towards the end.
+    """
+    d = torch.linspace(1, 0, L, dtype=torch.float64)
+    return (d * ((1 - t) * L / d.sum())).clamp(max=1)
+
+
+def remask(kind: str, t: float, u: Tensor, revealed: Tensor | None = None) -> Tensor:
+    """Which completion tokens are masked at t in (0, 1]: bool [B, L], from uniforms u [B, L]. Prompts are never touched.
+
+    fading (Alg. 1): u >= keep; random (Alg. 2): u < t; trace: the ceil(t L) tokens revealed last by the sampler
+    (``revealed`` [B, L]), all tokens of a step together; full: everything.
+    """
+    L = u.shape[-1]
+    if kind == "fading":
+        return u >= fading_keep(t, L).to(u.device)
+    if kind == "random":
+        return u < t
+    if kind == "full":
+        return torch.ones_like(u, dtype=torch.bool)
+    if kind == "trace":
+        last = revealed.sort(-1, descending=True).values[:, math.ceil(t * L - 1e-9) - 1]
+        return revealed >= last.unsqueeze(-1)
+    raise ValueError(f"--remask {kind}: accepted are fading, random, trace, full")
+
+
+# ---- ELBO
+
+
+def elbo(policy, prompt, x_0: Tensor, mask: Tensor, t: Tensor, null=None, cfg: float = 0.0) -> Tensor:
+    """l(x_t, x_0) = (1/t) sum over masked k of log p(x_0^k | x_t, c)  (MaskGRPO Eq. 2): [B], at most 0.
+
+    x_0 [B, L], mask [B, L] bool, t [B] in (0, 1]. Its mean over t ~ U(0, 1] and masks with rate t, or over k ~ U{1..L} and
+    masks of k tokens with t = k/L, is the bound on log p(x_0 | c).
+    """
+    x_t = torch.where(mask, policy.mask_id, x_0)
+    log_p = policy(prompt, x_t, where=mask, target=x_0, null=null, cfg=cfg)
+    return torch.zeros(x_0.shape, device=log_p.device).masked_scatter(mask, log_p).sum(-1) / t
+
+
+@torch.no_grad()
+def log_likelihood(policy, prompt, x_0: Tensor, draws: int, g: torch.Generator) -> Tensor:
+    """Monte-Carlo estimate [B] of the bound on log p(x_0 | c), with k ~ U{1..L} masked tokens in each of ``draws``."""
+    B, L = x_0.shape
+    total = torch.zeros(B, device=x_0.device)
+    for _ in range(draws):
+        k = torch.randint(1, L + 1, (B, 1), generator=g)
+        mask = (torch.rand(B, L, generator=g).argsort(-1).argsort(-1) < k).to(x_0.device)
+        total += elbo(policy, prompt, x_0, mask, (k.squeeze(-1) / L).to(x_0.device))
+    return total / draws
+
+
+# ---- End of text, advantage, KL
+
+
+def end_of_text(x: Tensor, end_ids: tuple[int, ...]) -> Tensor:
+    """Length [B] of each response [B, L]: up to and including its first end id; L where there is none."""
+    ends = torch.isin(x, torch.tensor(end_ids, device=x.device, dtype=x.dtype))
+    return torch.where(ends.any(-1), ends.int().argmax(-1) + 1, x.shape[-1])
+
+
+def group_advantage(
+    rewards: Tensor, std: str = "group", ddof: int = 1, eps: float = 1e-5, clip: float | None = None
+) -> Tensor:
+    """A [n, G] (MaskGRPO Eq. 4): (r - group mean) / (std + eps); exactly 0 in a group of equal rewards.
+
+    ``std``: group, batch (over all rewards) or none (d1). ddof 1, eps 1e-5 for MaskGRPO and RebRL; 0, 1e-4 for UDM-GRPO,
+    which also clips to +-5. Raises ValueError for G < 2.
+    """
+    if rewards.shape[-1] < 2:
+        raise ValueError("--group-size must be at least 2: an advantage compares the completions of one prompt")
+    advantage = rewards - rewards.mean(-1, keepdim=True)
+    if std == "group":
+        advantage = advantage / (rewards.std(-1, correction=ddof, keepdim=True) + eps)
+    elif std == "batch":
+        advantage = advantage / (rewards.std(correction=ddof) + eps)
+    equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
+    advantage = advantage.masked_fill(equal, 0.0)
+    return advantage if clip is None else advantage.clamp(-clip, clip)
+
+
+def k3(log_p: Tensor, log_ref: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = log_ref - log_p (form of MaskGRPO Eq. 10): >= 0, and its mean under p is KL(p || ref). As a
+    loss its gradient is that of the estimator, not of the KL."""
+    d = log_ref - log_p
+    return d.exp() - d - 1
+
+
+# ---- Processes
+
+
+@dataclass
+class World:
+    """One of ``size`` torchrun processes; 1 without torchrun."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def share(self, n: int) -> tuple[list[int], list[float]]:
+        """The indices out of 0..n-1 that this rank works on, and their weights: equal counts on all ranks, so the last
+        rank repeats index n-1 with weight 0."""
+        per_rank = math.ceil(n / self.size)
+        mine = range(self.rank * per_rank, (self.rank + 1) * per_rank)
+        return [min(i, n - 1) for i in mine], [float(i < n) for i in mine]
+
+    def gather(self, local: Tensor, n: int) -> Tensor:
+        """Rows [n, ...] of all ranks in the order of ``share``."""
+        if self.size == 1:
+            return local
+        parts = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(parts, local.contiguous())
+        return torch.cat(parts)[:n]
+
+    def sum(self, *values: float | Tensor) -> list[float]:
+        """Each value summed over all ranks."""
+        v = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device).detach() for x in values])
+        if self.size > 1:
+            dist.all_reduce(v)
+        return v.tolist()
+
+    def max(self, value: float | Tensor) -> float:
+        v = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach().clone()
+        if self.size > 1:
+            dist.all_reduce(v, op=dist.ReduceOp.MAX)
+        return v.item()
+
+    def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """--shard ddp, as cleanRL does it: the loss is divided by global counts, so gradients add up."""
+        if self.size == 1:
+            return
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        flat = torch.cat([p.grad.flatten() for p in parameters])
+        dist.all_reduce(flat)
+        for p, g in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad.copy_(g.view_as(p))
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def start_processes() -> World:
+    """Join the other torchrun processes (nccl on GPUs, gloo else)."""
+    cuda = torch.cuda.is_available()
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return World(rank, size, device)

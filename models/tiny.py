@@ -1,0 +1,102 @@
+"""The built-in policies: the classes of the 8B models with small configurations, for the two worlds of eval/tiny_*.py."""
+
+import torch
+from torch import Tensor, nn
+
+from models.policy import Policy
+
+SIZE = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4)
+TEXT_SPECIAL = ("<end>", "<mask>")
+IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>")
+VARIANTS = 8  # near-equal patches of each colour: codebook size / 6
+
+
+class Patches(nn.Module):
+    """The image tokenizer of tiny-geneval: code c is a 16 px patch of palette colour c // variants, in a slightly
+    different shade for each variant. ``codebook`` [K, 3]: the shades, centred."""
+
+    def __init__(self, variants: int = VARIANTS):
+        super().__init__()
+        from eval.tiny_geneval import PALETTE, PATCH, SIDE
+
+        self.side, self.patch, self.source = SIDE, PATCH, f"tiny:{variants}"
+        shade = torch.rand(len(PALETTE) * variants, 3, generator=torch.Generator().manual_seed(variants)) * 16 - 8
+        colours = torch.tensor(list(PALETTE.values()), dtype=torch.float32).repeat_interleave(variants, 0) + shade
+        self.register_buffer("colours", colours.round().clamp(0, 255), persistent=False)
+        self.register_buffer("codebook", self.colours / 255 - 0.5, persistent=False)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """uint8 images [B, 3, 96, 96] -> codes [B, 36]: the nearest shade of each patch."""
+        B = len(images)
+        cells = images.float().view(B, 3, self.side, self.patch, self.side, self.patch).mean((3, 5))
+        return torch.cdist(cells.flatten(2).transpose(1, 2), self.colours.expand(B, -1, -1)).argmin(-1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """codes [B, 36] -> uint8 images [B, 3, 96, 96]."""
+        cells = self.colours[codes].to(torch.uint8).view(-1, self.side, self.side, 3).permute(0, 3, 1, 2)
+        return cells.repeat_interleave(self.patch, 2).repeat_interleave(self.patch, 3)
+
+
+def load_vq(source: str) -> Patches:
+    """``tiny:<variants>``."""
+    return Patches(int(source.removeprefix("tiny:")))
+
+
+def tokenizer(words: tuple[str, ...], special: tuple[str, ...]):
+    """A word-level tokenizer over blank-separated words; ids in the order special, words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate((*special, *words))}
+    fast = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token=special[0], eos_token="<end>", mask_token="<mask>", clean_up_tokenization_spaces=False
+    )
+
+
+def llama(vocab_size: int, seed: int):
+    """transformers' Llama at the size of SIZE, weights from ``seed``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size, max_position_embeddings=128, is_causal=False, tie_word_embeddings=False, **SIZE
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # transformers initialises from the global generator; its state is restored
+        return LlamaForCausalLM(config).eval()
+
+
+def build(task: str, seed: int = 0, variants: int = VARIANTS) -> Policy:
+    """An untrained policy for a built-in world."""
+    if task == "tiny-math":
+        from eval.tiny_math import LENGTH, WORDS
+        from models.llada import LLaDA
+
+        text = tokenizer(WORDS, TEXT_SPECIAL)
+        end_id, mask_id = text.convert_tokens_to_ids(["<end>", "<mask>"])
+        return LLaDA(llama(len(text), seed), text, mask_id=mask_id, end_ids=(end_id,), length=LENGTH)
+    if task == "tiny-geneval":
+        from eval.tiny_geneval import WORDS
+        from models.mmada import MMaDA
+
+        text, vq = tokenizer(WORDS, IMAGE_SPECIAL), Patches(variants)
+        ids = dict(zip(IMAGE_SPECIAL, text.convert_tokens_to_ids(list(IMAGE_SPECIAL)), strict=True))
+        return MMaDA(
+            llama(len(text) + len(vq.codebook), seed),
+            text,
+            vq,
+            token_mask_id=ids["<mask>"],
+            begin_id=ids["<begin>"],
+            end_id=ids["<end>"],
+            t2i_id=ids["<t2i>"],
+            soi_id=ids["<soi>"],
+            eoi_id=ids["<eoi>"],
+            pad_id=ids["<pad>"],
+            codebook_size=len(vq.codebook),
+            num_vq_tokens=vq.side**2,
+            image_offset=len(text),
+            max_text=12,
+        )
+    raise ValueError(f"--model tiny: there is no built-in model for --task {task}, only for tiny-math and tiny-geneval")

@@ -1,0 +1,300 @@
+"""The life of a run: flags and recipes, directory and log, checkpoints and resume. Nothing of an algorithm in here."""
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common import World
+
+# ---- Flags
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Defaults for the models that match a regular expression and for some tasks.
+
+    ``paper``: what the paper's recipe fixes; ``ours``: what no source gives, chosen by us.
+    """
+
+    model: str
+    tasks: tuple[str, ...]
+    paper: dict = field(default_factory=dict)
+    ours: dict = field(default_factory=dict)
+
+
+def run_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that the scripts share, same name, same meaning: this and the three functions below."""
+    g = parser.add_argument_group("what to train")
+    g.add_argument("--model", default="tiny", help="tiny: the built-in base; else a hub id or a directory")
+    g.add_argument("--task", default="tiny-math", help="prompts and reward: a name, or a .py file of your own")
+    g.add_argument("--protocol", help="prompt and reward preset of the task: d1, maskgrpo, llada")
+    g.add_argument("--data", help="path in place of the task's own data (same fields)")
+    g.add_argument("--reward", help="a=1,http://host:8000/b=0.5: split at commas, weight after the last '='")
+    g.add_argument("--reward-normalize", action="store_true", help="normalise each reward in its group, then sum")
+
+    g = parser.add_argument_group("the run")
+    g.add_argument("--out", help="directory of the run (default: runs/<script>_<task>_s<seed>)")
+    g.add_argument("--seed", type=int, default=0)
+    g.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in --out")
+    g.add_argument("--iterations", type=int, default=36, help="outer RL steps: rollout, then the updates on it")
+    g.add_argument("--eval-every", type=int, default=12, help="iterations between evaluations (0: only the ends)")
+    g.add_argument("--eval-prompts", type=int, default=256, help="held-out prompts in an evaluation (0: all)")
+    g.add_argument("--save-every", type=int, default=12, help="iterations between checkpoints (0: only the end)")
+    g.add_argument("--track", action="store_true", help="log to Weights & Biases too")
+    g.add_argument("--dry-run", action="store_true", help="print the memory that these flags need, then stop")
+    g.add_argument("--strict", action="store_true", help="stop at the first reward error (else counted, scored 0)")
+
+
+def rollout_flags(parser: argparse.ArgumentParser) -> None:
+    g = parser.add_argument_group("rollout")
+    g.add_argument("--length", type=int, metavar="L", help="tokens of a completion (default: the model's)")
+    g.add_argument("--max-prompt", type=int, help="longest prompt in tokens (default: the model's)")
+    g.add_argument("--steps", type=int, default=12, metavar="T", help="denoising steps")
+    g.add_argument("--temperature", type=float, default=1.0)
+    g.add_argument("--cfg", type=float, default=0.0, metavar="W", help="guidance: (1+w) cond - w uncond; 0 is off")
+    g.add_argument("--cfg-until", type=float, default=1.0, help="share of the denoising that is guided")
+
+
+def update_flags(parser: argparse.ArgumentParser) -> None:
+    g = parser.add_argument_group("update")
+    g.add_argument("--prompts", type=int, default=12, help="groups an iteration, over all processes")
+    g.add_argument("--group-size", type=int, default=8, metavar="G", help="completions of a prompt")
+    g.add_argument("--mu", type=int, default=4, help="updates on each rollout")
+    g.add_argument("--eps", type=float, default=0.2, help="clip range of the ratio")
+    g.add_argument("--beta", type=float, default=0.01, help="weight of the KL; 0 never loads the reference")
+    g.add_argument("--lr", type=float, default=3e-4)
+    g.add_argument("--weight-decay", type=float, default=0.1)
+    g.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.99), metavar=("B1", "B2"))
+    g.add_argument("--grad-clip", type=float, default=1.0)
+    g.add_argument("--warmup", type=int, default=0, help="optimizer steps of linear warm-up")
+    g.add_argument("--adv-std", choices=("group", "batch", "none"), default="group", help="A is divided by (Eq. 4)")
+    g.add_argument("--drop-equal", action="store_true", help="leave out groups of equal rewards, KL too")
+    g.add_argument("--ref-every", type=int, default=0, help="optimizer steps until the reference is refreshed")
+
+
+def scale_flags(parser: argparse.ArgumentParser) -> None:
+    g = parser.add_argument_group("scale")
+    g.add_argument("--shard", choices=("none", "ddp", "fsdp"), help="default: ddp under torchrun")
+    g.add_argument("--micro-batch", type=int, default=96, help="completions in a forward pass")
+    g.add_argument("--lora-rank", type=int, default=0, help="LoRA on all seven projections (needs peft)")
+    g.add_argument("--lora-alpha", type=float, default=64.0)
+    g.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the frozen or sharded weights")
+    g.add_argument("--grad-checkpoint", action="store_true", help="recompute each block in the backward pass")
+
+
+def parse(parser: argparse.ArgumentParser, recipes: list[Recipe], argv: list[str] | None = None) -> argparse.Namespace:
+    """Flags over the recipe of the model and task chosen over the script's defaults. ``args.recipe`` says, flag by flag,
+    where a value comes from."""
+    first, _ = parser.parse_known_args([a for a in (sys.argv[1:] if argv is None else argv) if a not in ("-h", "--help")])
+    paper, ours = {}, {}
+    for recipe in recipes:
+        if re.search(recipe.model, first.model) and first.task in recipe.tasks:
+            paper, ours = recipe.paper, recipe.ours
+            break
+    parser.set_defaults(**paper, **ours)
+    args = parser.parse_args(argv)
+    args.source = {
+        k: "command line" if v != parser.get_default(k) else "paper" if k in paper else "ours" if k in ours else "default"
+        for k, v in vars(args).items()
+    }
+    args.name = Path(parser.prog).stem
+    if args.shard is None:
+        args.shard = "ddp" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "none"
+    for flag, least in AT_LEAST.items():
+        value = getattr(args, flag, None)
+        if value is not None and not least <= value < math.inf:
+            parser.error(f"--{flag.replace('_', '-')} {value}: must be a number, at least {least}")
+    return args
+
+
+AT_LEAST = {
+    **dict.fromkeys(("prompts", "steps", "mu", "micro_batch", "iterations", "length", "max_prompt", "batch"), 1),
+    **dict.fromkeys(("lr", "eps", "beta", "temperature", "weight_decay", "warmup", "ref_every", "lora_rank"), 0),
+    **dict.fromkeys(("eval_every", "save_every", "eval_prompts"), 0),
+    "group_size": 2,  # an advantage compares the completions of one prompt
+}
+
+
+def describe(args: argparse.Namespace) -> str:
+    """The recipe as printed at the start: each value, and who chose it."""
+    lines = []
+    for source in ("paper", "ours", "command line"):
+        chosen = [f"{k.replace('_', '-')} {getattr(args, k)}" for k, s in args.source.items() if s == source]
+        if chosen:
+            lines.append(f"{source + ':':14}{', '.join(chosen)}")
+    return "\n".join(lines)
+
+
+# ---- Directory and log
+
+
+class Run:
+    """``runs/<name>/``: config.json, metrics.jsonl, eval.jsonl, samples/, checkpoints/. Only rank 0 writes.
+
+    Raises ValueError when --out already holds a run and --resume was not given, or the other way round.
+    """
+
+    def __init__(self, args: argparse.Namespace, world: World):
+        self.world, self.writer, self.wandb = world, None, None
+        name = f"{args.name}_{Path(args.task).stem}_s{args.seed}"
+        self.dir = Path(args.out or f"runs/{name}")
+        holds_run = (self.dir / "config.json").exists()
+        if args.resume and not holds_run:
+            raise ValueError(f"--resume: {self.dir} holds no run; name it with --out")
+        if not args.resume and holds_run:
+            if args.out:
+                raise ValueError(f"--out {args.out} already holds a run: add --resume, or choose another directory")
+            n = 2
+            while (self.dir.parent / f"{name}_{n}" / "config.json").exists():
+                n += 1
+            self.dir = self.dir.parent / f"{name}_{n}"
+        self.step = newest_checkpoint(self.dir)[0] if args.resume else 0
+        world.barrier()  # every rank has looked before rank 0 writes
+        if world.rank == 0:
+            (self.dir / "samples").mkdir(parents=True, exist_ok=True)
+            config = {k: v for k, v in vars(args).items() if k not in ("resume", "source")}
+            if holds_run and args.resume:
+                warn_if_changed(json.loads((self.dir / "config.json").read_text()), config)
+            write_atomically(self.dir / "config.json", json.dumps(config, indent=1))
+            for log in ("metrics.jsonl", "eval.jsonl"):
+                cut_back(self.dir / log, self.step)
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(self.dir / "tensorboard", purge_step=self.step + 1)
+            except ImportError:
+                pass
+            if args.track:
+                import wandb
+
+                self.wandb = wandb.init(project="ddrl", name=self.dir.name, config=config, resume="allow", id=self.dir.name)
+
+    def log(self, step: int, metrics: dict) -> None:
+        """A line of metrics.jsonl, and TensorBoard."""
+        if self.world.rank == 0:
+            append(self.dir / "metrics.jsonl", {"step": step, **metrics})
+            for k, v in metrics.items():
+                if self.writer:
+                    self.writer.add_scalar(k, v, step)
+            if self.wandb:
+                self.wandb.log(metrics, step=step)
+
+    def score(self, step: int, task: str, mode: str, result: dict) -> None:
+        """A line of eval.jsonl: step, task, mode (greedy or sampled), score, se, n and whatever else was measured."""
+        if self.world.rank == 0:
+            append(self.dir / "eval.jsonl", {"step": step, "task": task, "mode": mode, **result})
+            if self.writer:
+                self.writer.add_scalar(f"eval/{mode}", result["score"], step)
+                self.writer.flush()
+
+    def scores(self) -> list[dict]:
+        path = self.dir / "eval.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def save(self, step: int, state: dict, optimizer: torch.optim.Optimizer) -> None:
+        """An atomic checkpoint after ``step`` iterations; the two newest are kept."""
+        save_checkpoint(self.dir, step, state, optimizer, self.world)
+
+    def restore(self, state: dict, optimizer: torch.optim.Optimizer) -> None:
+        load_checkpoint(newest_checkpoint(self.dir)[1], state, optimizer)
+
+
+def append(path: Path, row: dict) -> None:
+    with open(path, "a") as f:
+        f.write(json.dumps({k: round(v, 8) if isinstance(v, float) else v for k, v in row.items()}) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the lines after ``step``, and a last line that was cut off by a kill."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except json.JSONDecodeError:
+            break
+    write_atomically(path, "".join(kept))
+
+
+def warn_if_changed(old: dict, new: dict) -> None:
+    """A resumed run whose flags differ is another run: say which."""
+    for k in sorted(old.keys() & new.keys() - {"iterations", "out", "eval_every", "save_every", "track", "name"}):
+        if json.loads(json.dumps(new[k])) != old[k]:
+            warnings.warn(f"--resume: --{k.replace('_', '-')} was {old[k]}, is now {new[k]}", stacklevel=2)
+
+
+# ---- Checkpoints
+
+
+def trainable_state(policy: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of the model: its trainable tensors; with LoRA, no base weights."""
+    frozen = {n for n, p in policy.named_parameters() if not p.requires_grad and "lora_" not in n}
+    return {n: p for n, p in policy.state_dict().items() if n not in frozen}
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
+    """Moments by position. Before the first step AdamW has none: create them, so that loading finds its tensors."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                zeros = torch.zeros_like(p)
+                optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    return {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+
+
+def save_checkpoint(directory: Path, step: int, state: dict, optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Write ``checkpoints/step_<n>`` whole or not at all. ``state``: named tensors or nested dictionaries of them. Sharded
+    tensors are written by the ranks that hold them, and can be loaded by any number of ranks."""
+    import torch.distributed.checkpoint as dcp
+
+    root = directory / "checkpoints"
+    final, temporary = root / f"step_{step:06d}", root / f"step_{step:06d}.tmp"
+    if world.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    world.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dcp says that one process is not distributed
+        dcp.save({**state, "optimizer": optimizer_state(optimizer)}, checkpoint_id=temporary, no_dist=world.size == 1)
+    world.barrier()
+    if world.rank == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        for old in sorted(p for p in root.iterdir() if p.suffix != ".tmp")[:-2]:
+            shutil.rmtree(old)
+    world.barrier()
+
+
+def load_checkpoint(path: Path, state: dict, optimizer: torch.optim.Optimizer) -> None:
+    """Fill the tensors of ``state`` and the optimizer in place."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    moments = optimizer_state(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({**state, "optimizer": moments}, checkpoint_id=path, no_dist=not dist.is_initialized())
+
+
+def newest_checkpoint(directory: Path) -> tuple[int, Path | None]:
+    """(step, path) of the newest whole checkpoint; (0, None) where a run was killed before its first."""
+    found = sorted(p for p in (directory / "checkpoints").glob("step_*") if p.suffix != ".tmp")
+    return (int(found[-1].name.removeprefix("step_")), found[-1]) if found else (0, None)
