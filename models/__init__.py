@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from models.policy import Policy
 
 CLASSES = {"llada": "LLaDA", "mmada": "MMaDA"}  # kind -> class of models/<kind>.py
+MODALITY = {"llada": "text", "mmada": "image"}
 
 
 def load(
@@ -20,12 +21,15 @@ def load(
     device: str = "cpu",
     length: int | None = None,
     max_prompt: int | None = None,
+    modality: str | None = None,
+    vq: str | None = None,
 ) -> "Policy":
     """The policy of a local directory or a hub id, in eval mode.
 
-    A directory written by ``policy.save`` says its kind in policy.json, a released one in config.json
-    (model_type). length, max_prompt: None keeps what the checkpoint says. ValueError, one sentence, where
-    it cannot be loaded.
+    A directory written by ``policy.save`` says its kind in policy.json, a released one in config.json.
+    length, max_prompt: None keeps what the checkpoint says. modality: "text" or "image", an error where the
+    checkpoint cannot make it; MMaDA as released makes both, and None means image. vq: another image tokenizer
+    (directory or hub id) than the checkpoint's. ValueError, one sentence, where it cannot be loaded.
     """
     directory = weights.find(name_or_path)
     ours = directory / "policy.json"
@@ -35,5 +39,14 @@ def load(
         kind = weights.read_json(directory / "config.json").get("model_type")
     if kind not in CLASSES:
         raise ValueError(f"--model {name_or_path}: kind {kind!r} is not supported, only {', '.join(CLASSES)}")
+    if kind == "mmada" and modality == "text" and not ours.exists():
+        kind = "llada"
+    if modality not in (None, MODALITY[kind]):
+        raise ValueError(
+            f"--model {name_or_path}: {kind} makes {MODALITY[kind]}, the task asks for {modality}"
+        )
+    options = {"vq": vq} if MODALITY[kind] == "image" else {}
     policy = getattr(importlib.import_module(f"models.{kind}"), CLASSES[kind])
-    return policy.load(directory, dtype=dtype, device=device, length=length, max_prompt=max_prompt)
+    return policy.load(
+        directory, dtype=dtype, device=device, length=length, max_prompt=max_prompt, **options
+    ).eval()
