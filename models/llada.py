@@ -113,9 +113,8 @@ class LLaDA(LlamaPolicy):
             return self.tokenizer(text)["input_ids"]
         message = [{"role": "user", "content": text}]
         chat = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer(chat, add_special_tokens=False)[
-            "input_ids"
-        ]  # the template writes its own begin
+        # the template writes its own begin
+        return self.tokenizer(chat, add_special_tokens=False)["input_ids"]
 
     def unconditional(self, prompt: Prompt) -> Prompt:
         """LLaDA's empty prompt: every token of it masked."""
@@ -128,27 +127,12 @@ class LLaDA(LlamaPolicy):
         rows = [row[:n] for row, n in zip(x_0.tolist(), cut, strict=True)]
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-    def respond(self, texts: list[str]) -> Tensor:
-        """The inverse of decode: x_0 [B, L], each text with an end id after it, up to the end of the canvas."""
-        x_0 = torch.full((len(texts), self.length), self.end_ids[0])
-        for i, text in enumerate(texts):
-            row = self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.length]
-            x_0[i, : len(row)] = torch.tensor(row, dtype=torch.long)
-        return x_0.to(self.backbone.device)
-
     def respond(self, completions: list[str]) -> Tensor:
-        """x_0 [B, L]: the text, its end, and end of text as padding; ValueError where one is longer than L."""
-        turn = (
-            self.end_ids[-1] if self.tokenizer.chat_template else self.end_ids[0]
-        )  # LLaDA: <|eot_id|> in a chat
+        """x_0 [B, L]: each text, the end of its turn, end of text as padding; a longer text is cut at L."""
+        turn = self.end_ids[-1] if self.tokenizer.chat_template else self.end_ids[0]  # <|eot_id|> in a chat
         x_0 = torch.full((len(completions), self.length), self.end_ids[0])
         for i, text in enumerate(completions):
-            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(tokens) > self.length:
-                raise ValueError(
-                    f"--length {self.length}: a response has {len(tokens)} tokens ({text[:60]!r})"
-                )
-            tokens = [*tokens, turn][: self.length]
+            tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], turn][: self.length]
             x_0[i, : len(tokens)] = torch.tensor(tokens)
         return x_0.to(self.backbone.device)
 
