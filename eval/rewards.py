@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.reward_client import RewardServersDown
+from eval.reward_client import RewardClient, RewardServersDown
 from eval.task import Task
 
 Score = Callable[[list[dict], list], dict[str, np.ndarray]]
 
+URL = ("http://", "https://")
 # Rewards of pictures: name -> module of eval, and after a colon its function where that is not `reward`.
 REWARDS = {
     "clip": "clip_score",
@@ -30,16 +31,16 @@ REWARDS = {
 
 
 def parse_rewards(spec: str) -> list[tuple[str, float]]:
-    """``"a=2,b"`` -> ``[("a", 2.0), ("b", 1.0)]``: split at commas, weight after the last ``=``, 1 by default.
+    """``"a=2,b"`` -> ``[("a", 2.0), ("b", 1.0)]``: split at commas, weight after the last ``=``, 1 by
+    default.
 
-    Weight 0 makes a held-out metric: measured and logged, not trained on. Raises ValueError for an empty or repeated
-    name and for a weight that is not a finite number.
+    Weight 0 makes a held-out metric: measured and logged, not trained on. Raises ValueError for an empty or
+    repeated name and for a weight that is not a finite number.
     """
     rewards = []
     for part in spec.split(","):
         name, separator, weight = part.strip().rpartition("=")
-        if not separator:
-            name, weight = weight, "1"
+        name, weight = (name.strip(), weight) if separator else (weight, "1")
         if not name:
             raise ValueError(f"--reward {spec!r}: empty name; accepted: name=weight, separated by commas")
         if name in dict(rewards):
@@ -56,22 +57,17 @@ def parse_rewards(spec: str) -> list[tuple[str, float]]:
     return rewards
 
 
-def is_url(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
-
-
 def short_name(name: str) -> str:
-    """The component a reward answers with: ``hpsv3`` of ``http://host:8000/hpsv3``, ``red`` of ``my.py:red``."""
-    if is_url(name):
-        return name.rstrip("/").rpartition("/")[2]
+    """The component that a reward must answer: ``clip`` of ``clip``, ``red`` of ``path/to/file.py:red``."""
     return name.rpartition(":")[2]
 
 
 def load_reward(name: str, device: str = "cpu") -> Score:
-    """The scoring function of a name in REWARDS (its weights are loaded here), or of ``path/to/file.py:function``.
+    """The scoring function of a name in REWARDS (its weights are loaded here), or of
+    ``path/to/file.py:function``.
 
-    A custom function is itself ``function(rows, completions) -> {"function": n floats}``. Raises ValueError for an
-    unknown name, a missing file or function.
+    A custom function is itself ``function(rows, completions) -> {"function": n floats}``. Raises ValueError
+    for an unknown name, a missing file or function.
     """
     if name in REWARDS:
         module, _, function = REWARDS[name].partition(":")
@@ -91,26 +87,27 @@ def load_reward(name: str, device: str = "cpu") -> Score:
     return getattr(module, function)
 
 
-def finite_scores(values, n: int) -> tuple[np.ndarray, int]:
-    """n numbers as float64 [n] with 0 in place of None, NaN and infinity, and how many of these there were.
+def as_scores(values, n: int) -> np.ndarray:
+    """n plain numbers (list, array, or tensor on any device) as float64 [n], NaN in place of None.
 
-    Raises TypeError when ``values`` (list, array, or tensor on any device) is not n plain numbers.
+    Raises TypeError for anything else, such as another length or shape.
     """
     values = values.tolist() if hasattr(values, "tolist") else list(values)
-    scores = np.array([math.nan if v is None else v for v in values])
+    scores = np.array([math.nan if value is None else value for value in values])
     if scores.shape != (n,) or scores.dtype.kind not in "biuf":
         raise TypeError(f"{n} numbers expected, got shape {scores.shape} of {scores.dtype}")
-    finite = np.isfinite(scores)
-    return np.where(finite, scores, 0).astype(np.float64), int((~finite).sum())
+    return scores.astype(np.float64)
 
 
 class Rewards:
-    """The components of ``spec`` (default: the task's weights) and, logged beside them, all others of the task.
+    """The components of ``spec`` (default: the task's weights) and, logged beside them, all others of the
+    task.
 
-    A name means a component of the task, else a reward of REWARDS, a URL of a reward server, or
-    ``path/to/file.py:function``. A reward that raises, or answers with the wrong number of scores, scores 0 for that
-    call and adds 1 to ``errors``; so does each score that is None, NaN or infinite. With ``strict`` both raise.
-    RewardServersDown always passes through. Raises ValueError for an unknown name.
+    A name means a component of the task, else a reward of REWARDS, a URL of a reward server (several: with
+    ``|`` between them), or ``path/to/file.py:function``. A reward that raises, or answers with another number
+    of scores, scores 0 for that call and adds 1 to ``errors``; so does each score that is None, NaN or
+    infinite. With ``strict`` both raise. RewardServersDown always passes. Raises ValueError for an unknown
+    name.
     """
 
     def __init__(
@@ -124,75 +121,93 @@ class Rewards:
         token: str | None = None,
     ):
         named = dict(task.weights) if spec is None else dict(parse_rewards(spec))
+        own = dict.fromkeys([*task.weights, task.score])
+        if any(_is_plain(name) and name not in own and name not in REWARDS for name in named):
+            own.update(dict.fromkeys(_answered(task)))
         self.strict, self.errors = strict, 0
         self.weights: dict[str, float] = {}  # component -> weight
-        # Each source with the components that it must answer; what else it answers is logged with weight 0.
-        own = list(dict.fromkeys([*task.weights, task.score]))
-        self.sources: list[tuple[str, Score, dict[str, str]]] = [("task", task.reward, {c: c for c in own})]
+        # Name, function, and which of its answers must be there as which component.
+        self._sources: list[tuple[str, Score, dict[str, str]]] = [("task", task.reward, {c: c for c in own})]
+        self._seen: dict[str, None] = {}
         self._warned: set[str] = set()
         for name, weight in named.items():
             if name in own:
                 self.weights[name] = weight
-            elif is_url(name) or name in REWARDS or ".py:" in name:
-                if name in REWARDS and task.modality != "image":
-                    raise ValueError(
-                        f"--reward {name}: scores pictures, but --task {task.name} completes text"
-                    )
-                answer = short_name(name)
-                component = answer if answer not in (*own, *self.weights) else name
-                self.weights[component] = weight
-                score = _remote(name, timeout, token) if is_url(name) else load_reward(name, device)
-                self.sources.append((name, score, {answer: component}))
-            elif name in _answered(task):
-                own.append(name)
-                self.sources[0][2][name] = name
-                self.weights[name] = weight
-            else:
+                continue
+            if _is_plain(name) and name not in REWARDS:
                 raise ValueError(
                     f"--reward {name}: unknown; accepted: {', '.join(own)} (of --task {task.name}), "
-                    f"{', '.join(REWARDS)}, http://host:port/name of a reward server, path/to/file.py:function"
+                    f"{', '.join(REWARDS)}, http://host:port/name, path/to/file.py:function"
                 )
+            if name in REWARDS and task.modality != "image":
+                raise ValueError(f"--reward {name}: scores pictures, but --task {task.name} completes text")
+            if name.startswith(URL):
+                score = RewardClient(name, timeout=timeout, token=token)
+                answer = score.name
+            else:
+                score, answer = load_reward(name, device), short_name(name)
+            component = name if answer in own or answer in self.weights else answer
+            self.weights[component] = weight
+            self._sources.append((name, score, {answer: component}))
 
     def components(self, rows: list[dict], completions: list) -> dict[str, np.ndarray]:
-        """Every component, float64 [n], n = len(rows) = len(completions); the named ones are always there."""
+        """Every component, float64 [n], n = len(rows) = len(completions).
+
+        The named ones and those of the task's weights are always there, also for n = 0.
+        """
         n = len(rows)
         if n != len(completions):
             raise ValueError(f"{n} rows for {len(completions)} completions")
         found: dict[str, np.ndarray] = {}
-        for name, score, wanted in self.sources:
+        for name, score, wanted in self._sources:
             found.update({component: np.zeros(n) for component in wanted.values()})
-            if n == 0:  # the shard of a process may be empty
-                continue
-            try:
-                answer = score(rows, completions)
-                if not isinstance(answer, dict) or not wanted.keys() <= answer.keys():
-                    got = ", ".join(answer) if isinstance(answer, dict) else type(answer).__name__
-                    raise TypeError(f"a dictionary with {', '.join(wanted)} expected, got {got}")
-                scores = {key: finite_scores(values, n) for key, values in answer.items()}
-            except RewardServersDown:
-                raise
-            except Exception as error:
-                if self.strict:
-                    raise
-                self._count(name, 1, f"{type(error).__name__}: {error}")
-                continue
-            for key, (values, bad) in scores.items():
-                if bad and self.strict:
-                    raise ValueError(
-                        f"--reward {name}: {bad} of {n} scores of {key} are None, NaN or infinite"
-                    )
-                if bad:
-                    self._count(name, bad, f"{bad} of {n} scores of {key} are None, NaN or infinite")
+            for key, values in self._answer(name, score, wanted, rows, completions).items():
                 if key in wanted:
                     found[wanted[key]] = values
                 else:
                     found.setdefault(key, values)
-        return found
+        self._seen.update(dict.fromkeys(found))
+        return {key: found.get(key, np.zeros(n)) for key in self._seen}
+
+    def _answer(
+        self, name: str, score: Score, wanted: dict[str, str], rows: list[dict], completions: list
+    ) -> dict[str, np.ndarray]:
+        n = len(rows)
+        if n == 0:  # the shard of a process may be empty
+            return {}
+        try:
+            answer = score(rows, completions)
+            if not isinstance(answer, dict) or not wanted.keys() <= answer.keys():
+                got = ", ".join(answer) if isinstance(answer, dict) else type(answer).__name__
+                raise TypeError(f"a dictionary with {', '.join(wanted)} expected, got {got}")
+            scores = {key: as_scores(values, n) for key, values in answer.items()}
+        except RewardServersDown:
+            raise
+        except Exception as error:
+            if self.strict:
+                raise
+            self._count(name, 1, f"{type(error).__name__}: {error}")
+            return {}
+        for key, values in scores.items():
+            bad = int(n - np.isfinite(values).sum())
+            if bad:
+                fault = f"{bad} of {n} scores of {key} are None, NaN or infinite"
+                if self.strict:
+                    raise ValueError(f"--reward {name}: {fault}")
+                self._count(name, bad, fault)
+        return {key: np.where(np.isfinite(values), values, 0) for key, values in scores.items()}
+
+    def _count(self, name: str, errors: int, fault: str):
+        self.errors += errors
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(f"--reward {name}: {fault}; scored 0, counted in reward/errors", stacklevel=4)
 
     def total(
         self, components: dict[str, np.ndarray], group_size: int | None = None, normalize: bool = False
     ) -> np.ndarray:
-        """The weighted sum, float64 [n]; ``normalize``: of each component brought to mean 0, std 1 in its group.
+        """The weighted sum, float64 [n]; ``normalize``: of each component brought to mean 0, std 1 in its
+        group.
 
         A group is ``group_size`` neighbours; a component without spread in a group is 0 there.
         """
@@ -209,12 +224,6 @@ class Rewards:
         means = {f"reward/{name}": float(values.mean()) for name, values in components.items() if len(values)}
         return means | {"reward/errors": self.errors}
 
-    def _count(self, name: str, errors: int, reason: str):
-        self.errors += errors
-        if name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(f"--reward {name}: {reason}; scored 0, counted in reward/errors", stacklevel=3)
-
 
 def _normalized(values: np.ndarray, group_size: int | None) -> np.ndarray:
     if not group_size or len(values) % group_size:
@@ -226,15 +235,13 @@ def _normalized(values: np.ndarray, group_size: int | None) -> np.ndarray:
     return np.where(spread, (groups - groups.mean(1, keepdims=True)) / std, 0).reshape(-1)
 
 
+def _is_plain(name: str) -> bool:
+    return not name.startswith(URL) and ".py:" not in name
+
+
 def _answered(task: Task) -> list[str]:
-    """Components of the task beyond its weights and its score, as far as it tells them for no rows."""
+    """Components beyond the task's weights and score; a task that cannot tell them for no rows has none."""
     try:
         return list(task.reward([], []))
     except Exception:
         return []
-
-
-def _remote(name: str, timeout: float, token: str | None) -> Score:
-    from eval.reward_client import RewardClient
-
-    return RewardClient(name, timeout=timeout, token=token)
