@@ -1,18 +1,15 @@
 """What the algorithms share: randomness, forward process, ELBO, advantage, processes, checkpoints, the log of a run."""
 
 import hashlib
-import json
 import math
 import os
-import shutil
-import sys
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 # ---- Randomness: explicit generators only, keyed by what they are for, so that any number of processes draws the same
 
@@ -68,6 +65,129 @@ def remask(kind: str, t: float, u: Tensor, revealed: Tensor | None = None) -> Te
         last = revealed.sort(-1, descending=True).values[:, math.ceil(t * L - 1e-9) - 1]
         return revealed >= last.unsqueeze(-1)
     raise ValueError(f"--remask {kind}: accepted are fading, random, trace, full")
+
+
+# ---- Forward process, uniform diffusion
+
+CHUNK = 2**24  # probabilities alive at once
+
+
+def per_token(t: float | Tensor, x: Tensor) -> Tensor:
+    """Times t, one for all or one for each row [B], as float64 in the shape of x."""
+    t = torch.as_tensor(t, dtype=torch.float64, device=x.device)
+    return t.view(t.shape + (1,) * (x.dim() - t.dim())).expand(x.shape)
+
+
+def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
+    """Index [N] drawn in proportion to weights [N, K] >= 0 at u [N] in [0, 1)."""
+    cdf = weights.double().cumsum(-1)
+    index = torch.searchsorted(cdf, (u * cdf[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
+    return index.clamp(max=weights.shape[-1] - 1)
+
+
+class MixturePath:
+    """x_t is x_1 with probability t, else one of K tokens at random (x_1 among them)."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def probability(self, x_1: Tensor, t: float | Tensor) -> Tensor:
+        """p_t(x | x_1) [B, L, K] for x_1 [B, L] and t in [0, 1], a number or [B]."""
+        t = per_token(t, x_1).unsqueeze(-1).float()
+        p = ((1 - t) / self.vocab_size).repeat(*(1,) * x_1.dim(), self.vocab_size)
+        return p.scatter_add_(-1, x_1.unsqueeze(-1), t.contiguous())
+
+    def corrupt(self, x_1: Tensor, t: float | Tensor, u: Tensor) -> Tensor:
+        """x_t ~ p_t(x | x_1) [B, L] at u [B, L] in [0, 1): noise where u < 1 - t, which the K tokens share."""
+        noise = 1 - per_token(t, x_1)
+        x_0 = (u.double() / noise * self.vocab_size).clamp(max=self.vocab_size - 1)
+        return torch.where(u < noise, x_0.nan_to_num().long(), x_1)
+
+    def rate(self, x_t: Tensor, x_1: Tensor, t: float | Tensor, s: float | Tensor | None = None) -> Tensor:
+        """Rate [B, L, K] of the jumps from x_t to each token given x_1, 0 to itself: 1 / (1 - t) to x_1.
+
+        With s in (t, 1) its integral over [t, s], log (1 - t) / (1 - s): a token then jumps with probability
+        (s - t) / (1 - t), which is exact.
+        """
+        t = per_token(t, x_1)
+        rate = 1 / (1 - t) if s is None else torch.log((1 - t) / (1 - per_token(s, x_1)))
+        rate = torch.where(x_t == x_1, 0, rate).float().unsqueeze(-1)
+        return rate.new_zeros(*x_1.shape, self.vocab_size).scatter_(-1, x_1.unsqueeze(-1), rate)
+
+    def jump(
+        self, x_t: Tensor, x_1: Tensor, t: float, s: float, u: Tensor, integrated: bool = True
+    ) -> Tensor:
+        """x_s [B, L] from x_t and the drawn x_1, at u [2, B, L]; see MetricPath.jump."""
+        total = math.log((1 - t) / (1 - s)) if integrated else (s - t) / (1 - t)
+        return torch.where(u[0] < -math.expm1(-total), x_1, x_t)
+
+
+class MetricPath:
+    """p_t(x | x_1) = softmax_x(-b_t d(x, x_1)) with b_t = c (t / (1 - t))^alpha (URSA; FUDOKI: power 2).
+
+    d is the squared distance of the L2-normalised rows of codebook [K, d], raised to ``power``. The path is
+    kinetic optimal: its rate b'_t p_t(x | x_1) relu(d(x_t, x_1) - d(x, x_1)) only jumps closer to x_1.
+    """
+
+    def __init__(self, codebook: Tensor, alpha: float, c: float, power: int = 1):
+        self.codebook = F.normalize(codebook.float(), dim=-1, eps=1e-5)
+        self.alpha, self.c, self.power = alpha, c, power
+        self.vocab_size = len(codebook)
+
+    def beta(self, t: Tensor) -> Tensor:
+        return self.c * (t / (1 - t)) ** self.alpha
+
+    def beta_prime(self, t: Tensor) -> Tensor:
+        """db/dt; 0 at t = 0, where it is infinite for alpha < 1, as in the public code."""
+        slope = self.c * self.alpha * t ** (self.alpha - 1) / (1 - t) ** (self.alpha + 1)
+        return torch.where(t > 0, slope, 0)
+
+    def distance(self, x_1: Tensor, x: Tensor | None = None) -> Tensor:
+        """d(x, x_1) [...] for codes x_1 and x [...]; without x to every code, [..., K]."""
+        e_1 = self.codebook[x_1]
+        if x is not None:
+            return (self.codebook[x] - e_1).square().sum(-1) ** self.power
+        d = e_1.square().sum(-1, keepdim=True) + self.codebook.square().sum(-1) - 2 * e_1 @ self.codebook.T
+        return d**self.power
+
+    def probability(self, x_1: Tensor, t: float | Tensor) -> Tensor:
+        """p_t(x | x_1) [B, L, K] for x_1 [B, L] and t in [0, 1), a number or [B]."""
+        return self.distance(x_1).mul_(-self.beta(per_token(t, x_1)).float().unsqueeze(-1)).softmax(-1)
+
+    def rate(self, x_t: Tensor, x_1: Tensor, t: float | Tensor, s: float | Tensor | None = None) -> Tensor:
+        """Rate [B, L, K] of the jumps from x_t to each token given x_1, 0 to itself, at t in [0, 1).
+
+        With s in (t, 1) its integral over [t, s], p_t held: b_s - b_t in place of b'_t, finite at t = 0.
+        """
+        t = per_token(t, x_1)
+        gain = self.beta_prime(t) if s is None else self.beta(per_token(s, x_1)) - self.beta(t)
+        closer = (self.distance(x_1, x_t).unsqueeze(-1) - self.distance(x_1)).relu_()
+        rate = closer.mul_(self.probability(x_1, t)).mul_(gain.float().unsqueeze(-1))
+        return rate.scatter_(-1, x_t.unsqueeze(-1), 0)
+
+    def corrupt(self, x_1: Tensor, t: float | Tensor, u: Tensor) -> Tensor:
+        """x_t ~ p_t(x | x_1) [B, L] by inverse CDF at u [B, L] in [0, 1)."""
+        parts = self.split(x_1, per_token(t, x_1), u)
+        return torch.cat([inverse_cdf(self.probability(x, s), v) for x, s, v in parts]).view(x_1.shape)
+
+    def jump(
+        self, x_t: Tensor, x_1: Tensor, t: float, s: float, u: Tensor, integrated: bool = True
+    ) -> Tensor:
+        """One Euler step of the jump process: x_s [B, L] from x_t, the drawn x_1 and u [2, B, L] in [0, 1).
+
+        A token jumps where u[0] < 1 - exp(-total rate over [t, s]), to a token drawn at u[1] in proportion to the
+        rates. ``integrated=False`` takes (s - t) times the rate at t, as the public code.
+        """
+        x_s = []
+        for x, y, v, w in self.split(x_t, x_1, u[0], u[1]):
+            rate = self.rate(x, y, t, s) if integrated else self.rate(x, y, t) * (s - t)
+            x_s.append(torch.where(v < -torch.expm1(-rate.sum(-1)), inverse_cdf(rate, w), x))
+        return torch.cat(x_s).view(x_t.shape)
+
+    def split(self, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Flat pieces of [B, L] values, so short that no more than CHUNK probabilities are alive."""
+        rows = max(1, CHUNK // self.vocab_size)
+        return zip(*(v.flatten().split(rows) for v in values), strict=True)
 
 
 # ---- ELBO
@@ -181,6 +301,10 @@ class World:
         dist.all_reduce(flat)
         for p, g in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad.copy_(g.view_as(p))
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on any rank."""
+        return self.max(float(value)) > 0
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -18,11 +18,12 @@ from torch import Tensor
 @dataclass
 class Sample:
     """x_0 [B, L] response ids; revealed [B, L] the step 0..T-1 at which each token was revealed; on request the
-    trajectory [(x_t [B, L], t)] exactly as it was fed to the model."""
+    trajectory [(x_t [B, L], t)] exactly as it was fed to the model, and for euler the x_1 [B, L] drawn from each."""
 
     x_0: Tensor
     revealed: Tensor
     trajectory: list[tuple[Tensor, float]] = field(default_factory=list)
+    x_1: list[Tensor] = field(default_factory=list)
 
 
 def schedule(name: str, r: Tensor | float) -> Tensor:
@@ -248,10 +249,64 @@ def emerge_probability(step: int, steps: int, schedule_name: str = "cosine") -> 
     return (k_t - k_s) / k_t
 
 
+def euler_times(steps: int, shift: float = 1.0) -> list[float]:
+    """The steps + 1 times from 0 to 1: t = 1 - shift sigma / (1 + (shift - 1) sigma), sigma = 1 - k / steps."""
+    sigma = [1 - k / steps for k in range(steps + 1)]
+    return [1 - shift * v / (1 + (shift - 1) * v) for v in sigma]
+
+
+@torch.no_grad()
+def euler(
+    policy,
+    prompt,
+    generators: list[torch.Generator],
+    *,
+    steps: int,
+    path,
+    temperature: float = 1.0,
+    null=None,
+    cfg: float = 0.0,
+    cfg_until: float = 1.0,
+    shift: float = 1.0,
+    rate: str = "integrated",
+    keep_trajectory: bool = False,
+) -> Sample:
+    """Uniform diffusion: from random tokens, each step draws x_1 from the prediction, then tokens jump along
+    ``path`` (common.MixturePath, common.MetricPath).
+
+    The last step returns its draw: at t = 1 every token has jumped. ``rate="instantaneous"`` holds the rate at
+    the start of the step, as the public code does; on the metric path it is 0 at t = 0, which wastes a step. The
+    model is guided while t < ``cfg_until``. One list of times serves the jumps and the trajectory. Raises
+    ValueError for another rate, or steps or shift that are not positive.
+    """
+    if rate not in ("integrated", "instantaneous"):
+        raise ValueError(f"--rate {rate}: accepted are integrated, instantaneous")
+    if steps < 1 or shift <= 0:
+        raise ValueError(f"--steps {steps} --shift {shift}: both must be positive")
+    L, K, device = policy.length, policy.vocab_size, prompt.ids.device
+    times = euler_times(steps, shift)
+    x_t = (uniform(generators, L, device=device) * K).long()
+    noise = uniform(generators, steps, 3, L, device=device).transpose(0, 1)  # [steps, B, 3, L]
+    out = Sample(x_t, torch.zeros_like(x_t))
+    for step, (t, s) in enumerate(zip(times, times[1:], strict=False)):
+        logits = policy(prompt, x_t, null=null, cfg=cfg if t < cfg_until else 0.0)  # [B L, K]
+        u, u_jump = noise[step][:, 0], noise[step][:, 1:].transpose(0, 1)
+        x_1 = draw(logits, u.flatten(), temperature).view(x_t.shape)
+        if keep_trajectory:
+            out.trajectory.append((x_t, t))
+            out.x_1.append(x_1)
+        x_s = path.jump(x_t, x_1, t, s, u_jump, rate == "integrated") if step + 1 < steps else x_1
+        out.revealed[x_s != x_t] = step
+        x_t = x_s
+    out.x_0 = x_t
+    return out
+
+
 OWN_SETTINGS = {
     semi_autoregressive: ("block", "eos_rule"),
     maskgit: ("schedule_name",),
     emerge: ("schedule_name",),
+    euler: ("path", "shift", "rate"),
 }
 SAMPLERS = {f.__name__: f for f in OWN_SETTINGS}
 
@@ -263,3 +318,22 @@ def sample(policy, prompt, generators: list[torch.Generator], settings: dict, ke
     own = {k: settings[k] for k in ("steps", "temperature", "cfg", "cfg_until", *OWN_SETTINGS[sampler])}
     null = policy.unconditional(prompt) if own["cfg"] else None
     return sampler(policy, prompt, generators, null=null, keep_trajectory=keep_trajectory, **own)
+
+
+def settings_of(args, length: int) -> dict:
+    """The settings of ``sample`` from the flags of a script, checked against the response length L.
+
+    Raises ValueError for what does not fit.
+    """
+    if args.sampler == "semi_autoregressive":
+        check_blocks(length, args.block, args.steps)
+    return {
+        "sampler": args.sampler,
+        "steps": args.steps,
+        "block": args.block,
+        "temperature": args.temperature,
+        "schedule_name": args.schedule,
+        "eos_rule": args.eos_rule,
+        "cfg": args.cfg,
+        "cfg_until": args.cfg_until,
+    }

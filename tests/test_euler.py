@@ -1,0 +1,155 @@
+"""The Euler sampler of uniform diffusion: the public steps, an oracle model, and what it hands on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import MetricPath, MixturePath
+from models.policy import Prompt
+from samplers import draw, euler, euler_times
+
+GOLDEN = Path(__file__).parent / "golden"
+K = 8
+CODEBOOK = torch.randn(K, 3, generator=torch.Generator().manual_seed(1))
+PATHS = {"mixture": MixturePath(K), "metric": MetricPath(CODEBOOK, 0.9, 3.0)}
+
+
+class Fake:
+    """A policy whose logits at call n are ``logits(n, x_t)`` [B L, K]; remembers what it was fed."""
+
+    def __init__(self, logits, length, vocab_size=K):
+        self.logits, self.length, self.vocab_size, self.fed = logits, length, vocab_size, []
+
+    def __call__(self, prompt, x_t, null=None, cfg=0.0):
+        self.fed.append((x_t.clone(), cfg))
+        return self.logits(len(self.fed) - 1, x_t)
+
+
+def prompts(n):
+    return Prompt(torch.zeros(n, 1, dtype=torch.long), torch.ones(n, 1, dtype=torch.bool))
+
+
+def generators(n):
+    return [torch.Generator().manual_seed(i) for i in range(n)]
+
+
+def a_model(length):
+    table = torch.randn(K, K, generator=torch.Generator().manual_seed(2))
+    return Fake(lambda n, x_t: table[x_t.flatten()], length)
+
+
+def total_variation(path, steps, rate, tokens=50_000):
+    """Largest total variation, over the times of a run, between the sampler's marginal and p_t. The model is
+    the true posterior p(x_1 | x_t) of a skewed p(x_1)."""
+    p_1 = (2 * torch.randn(K, generator=torch.Generator().manual_seed(3))).softmax(0)
+    times = euler_times(steps)
+
+    def posterior(step, x_t):
+        joint = p_1[:, None] * path.probability(torch.arange(K), times[step])  # [x_1, x_t]
+        return joint.log().T[x_t.flatten()]
+
+    options = dict(steps=steps, path=path, rate=rate, keep_trajectory=True)
+    out = euler(Fake(posterior, tokens), prompts(1), generators(1), **options)
+    worst = 0.0
+    for t, x in [(t, x) for x, t in out.trajectory] + [(1.0, out.x_0)]:
+        p_t = p_1 @ path.probability(torch.arange(K), t) if t < 1 else p_1
+        frequency = torch.bincount(x.flatten(), minlength=K) / tokens
+        worst = max(worst, (frequency - p_t).abs().sum().item() / 2)
+    return worst
+
+
+def test_steps_equal_the_public_ones():
+    g, info = load_file(GOLDEN / "dfm.safetensors"), json.loads((GOLDEN / "dfm.json").read_text())
+    paths = {"mixture": MixturePath(64), "metric": MetricPath(g["codebook"], 0.9, 3.0)}
+    for name in info["steps"]:
+        _, kind, shift, k = name.split(".")
+        t, s = euler_times(10, float(shift.removeprefix("shift")))[int(k[1:]) :][:2]
+        x_1 = draw(g["logits"].flatten(0, 1), g[f"{name}.r_x1"].flatten()).view(2, 12)
+        assert torch.equal(x_1, g[f"{name}.x1_draw"]), name
+        if k == "k9":
+            assert torch.equal(x_1, g[f"{name}.x_next"]), name
+            continue
+        assert (t, s - t) == pytest.approx(info["step_t_dt"][name], abs=1e-12)
+        u = torch.stack([g[f"{name}.u_jump"], g[f"{name}.r_jump"].clamp(min=0)])
+        x_s = paths[kind].jump(g["x_t"], x_1, t, s, u, integrated=False)
+        assert torch.equal(x_s, g[f"{name}.x_next"]), name
+        threshold = -torch.expm1(-(s - t) * paths[kind].rate(g["x_t"], x_1, t).sum(-1))
+        torch.testing.assert_close(threshold, g[f"{name}.jump_threshold"], atol=1e-5, rtol=0)
+
+
+def test_times_are_shifted_once_and_end_at_one():
+    """C11: one array, whose steps sum to 1."""
+    public = json.loads((GOLDEN / "dfm.json").read_text())["timestep_to_t"]
+    for name, times in public.items():
+        n, shift = name.split("_shift")
+        assert euler_times(int(n[1:]), float(shift)) == pytest.approx([*times, 1.0], abs=1e-12)
+
+
+def test_integrated_rate_gains_over_the_instantaneous_one():
+    """With an oracle: within 0.1 / 0.05 / 0.02 of p_t at 5 / 10 / 25 steps, at least 1.5 times as near."""
+    for steps, bound in ((5, 0.1), (10, 0.05), (25, 0.02)):
+        ours, public = (total_variation(PATHS["metric"], steps, r) for r in ("integrated", "instantaneous"))
+        print(f"{steps} steps: total variation {ours:.3f} integrated, {public:.3f} instantaneous")
+        assert ours <= bound
+        assert public >= 1.5 * ours
+
+
+def test_the_mixture_path_is_exact():
+    assert total_variation(PATHS["mixture"], 3, "integrated") < 0.01
+    assert total_variation(PATHS["mixture"], 3, "instantaneous") > 0.04
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
+def test_no_source_token_is_left_when_the_model_is_certain(path):
+    """C12"""
+    five = torch.full((K,), -1e4).index_fill(0, torch.tensor([5]), 0.0)
+    certain = Fake(lambda n, x_t: five.expand(x_t.numel(), K), 30)
+    for rate in ("integrated", "instantaneous"):
+        out = euler(certain, prompts(4), generators(4), steps=4, path=path, rate=rate)
+        assert (out.x_0 == 5).all()
+
+
+def test_instantaneous_metric_rate_wastes_the_first_step():
+    for rate, moves in (("instantaneous", False), ("integrated", True)):
+        options = dict(steps=5, path=PATHS["metric"], rate=rate, keep_trajectory=True)
+        out = euler(a_model(50), prompts(2), generators(2), **options)
+        assert torch.equal(out.trajectory[0][0], out.trajectory[1][0]) != moves
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
+def test_trajectory_is_exactly_what_the_model_was_fed(path):
+    """C10: one entry a model call, the last step included; a replay gives the rollout's log-probabilities."""
+    model = a_model(20)
+    out = euler(model, prompts(3), generators(3), steps=4, shift=3.0, path=path, keep_trajectory=True)
+    assert len(out.trajectory) == len(model.fed) == 4
+    assert [t for _, t in out.trajectory] == euler_times(4, 3.0)[:-1]
+    for (x_t, _), (fed, _), x_1 in zip(out.trajectory, model.fed, out.x_1, strict=True):
+        assert torch.equal(x_t, fed)
+        assert x_1.shape == x_t.shape
+    assert torch.equal(out.x_1[-1], out.x_0)
+    changed = torch.stack([x for x, _ in out.trajectory] + [out.x_0]).diff(dim=0) != 0
+    last = torch.where(changed, torch.arange(4)[:, None, None], 0).amax(0)
+    assert torch.equal(out.revealed, last)
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
+def test_a_row_does_not_depend_on_its_batch(path):
+    whole = euler(a_model(20), prompts(3), generators(3), steps=5, path=path).x_0
+    alone = euler(a_model(20), prompts(1), generators(3)[2:], steps=5, path=path).x_0
+    assert torch.equal(whole[2:], alone)
+    assert not torch.equal(whole[0], whole[1])
+
+
+def test_guidance_stops_at_cfg_until():
+    model = a_model(5)
+    euler(model, prompts(1), generators(1), steps=10, path=PATHS["mixture"], cfg=6.0, cfg_until=0.5)
+    assert [w for _, w in model.fed] == [6.0] * 5 + [0.0] * 5
+
+
+@pytest.mark.parametrize("wrong", [{"rate": "exact"}, {"steps": 0}, {"shift": 0.0}])
+def test_wrong_options_are_refused(wrong):
+    with pytest.raises(ValueError, match="--" + next(iter(wrong))):
+        euler(a_model(5), prompts(1), generators(1), **{"steps": 2, "path": PATHS["mixture"]} | wrong)
