@@ -97,8 +97,8 @@ class LLaDA(LlamaPolicy):
         longest = max(range(len(rows)), key=lambda i: len(rows[i]))
         if len(rows[longest]) > limit:
             raise ValueError(
-                f"--max-prompt: prompt {longest} has {len(rows[longest])} tokens, at most {limit} are "
-                f"accepted (it begins {texts[longest][:60]!r})"
+                f"--max-prompt: a prompt has {len(rows[longest])} tokens, at most {limit} are accepted beside "
+                f"--length {self.length} (it begins {texts[longest][:60]!r})"
             )
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), self.end_ids[0])

@@ -187,7 +187,7 @@ class MAGVITv2(nn.Module):
     @classmethod
     def load(cls, source: str, device: str = "cpu") -> "MAGVITv2":
         """A directory or hub id (showlab/magvitv2), in float32; the released config.json names no sizes."""
-        directory = weights.find(source)
+        directory = weights.find(source, "--vq")
         config = directory / "config.json"
         sizes = weights.read_json(config) if config.exists() else {}
         if "encoder" not in sizes:

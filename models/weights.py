@@ -7,24 +7,27 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-FILES = ("model.safetensors", "pytorch_model.safetensors")
+FILES = ("model.safetensors", "pytorch_model.safetensors", "diffusion_pytorch_model.safetensors")
+
+# codebooks of the metric path: URSA's, FUDOKI's
+WANTED = ["*.json", "*.txt", "*.safetensors", "*scheduler_model.pth", "image_embedding.pt"]
 
 
-def find(name: str | Path) -> Path:
+def find(name: str | Path, flag: str = "--model") -> Path:
     """The local directory of a checkpoint: ``name`` itself, or the snapshot of a hub id."""
     path = Path(name)
     if path.is_dir():
         return path
     if path.is_absolute() or path.exists() or str(name).count("/") != 1 or str(name).startswith("."):
-        raise ValueError(f"--model {name}: no such directory, and not a hub id (owner/name)")
+        raise ValueError(f"{flag} {name}: no such directory, and not a hub id (owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.txt", "*.safetensors"]))
+        return Path(snapshot_download(str(name), allow_patterns=WANTED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"--model {name}: no such directory, and the hub did not give it ({type(error).__name__}: "
+            f"{flag} {name}: no such directory, and the hub did not give it ({type(error).__name__}: "
             f"{str(error).strip().splitlines()[0]})"
         ) from error
 
