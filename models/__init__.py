@@ -10,8 +10,10 @@ from models import weights
 if TYPE_CHECKING:
     from models.policy import Policy
 
-CLASSES = {"llada": "LLaDA", "mmada": "MMaDA"}  # kind -> class of models/<kind>.py
-MODALITY = {"llada": "text", "mmada": "image"}
+# kind -> class of models/<kind>.py
+CLASSES = {"llada": "LLaDA", "mmada": "MMaDA", "ursa": "URSA", "fudoki": "FUDOKI"}
+MODALITY = {"llada": "text", "mmada": "image", "ursa": "image", "fudoki": "image"}
+RELEASED = {"URSAPipeline": "ursa", "multi_modality": "fudoki"}  # name in a release -> kind
 
 
 def load(
@@ -36,7 +38,10 @@ def load(
     if ours.exists():
         kind = weights.read_json(ours).get("kind")
     else:
-        kind = weights.read_json(directory / "config.json").get("model_type")
+        index = directory / "model_index.json"  # URSA has no config.json
+        name = "_class_name" if index.exists() else "model_type"
+        kind = weights.read_json(index if index.exists() else directory / "config.json").get(name)
+        kind = RELEASED.get(kind, kind)
     if kind not in CLASSES:
         raise ValueError(f"--model {name_or_path}: kind {kind!r} is not supported, only {', '.join(CLASSES)}")
     if kind == "mmada" and modality == "text" and not ours.exists():
