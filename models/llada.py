@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from models import released, weights
 from models.policy import Policy, Prompt
 
-# MMaDA's tokenizer carries LLaDA's template, its text training had one line break after a header
+# MMaDA's own: one line break after a header, LLaDA has two; outside {{ }} jinja would drop the last
 MMADA_CHAT = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n"
-    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n' }}"
 )
 
 
@@ -97,8 +97,8 @@ class LLaDA(LlamaPolicy):
         longest = max(range(len(rows)), key=lambda i: len(rows[i]))
         if len(rows[longest]) > limit:
             raise ValueError(
-                f"--max-prompt: a prompt has {len(rows[longest])} tokens, at most {limit} are accepted beside "
-                f"--length {self.length} (it begins {texts[longest][:60]!r})"
+                f"--max-prompt: a prompt has {len(rows[longest])} tokens, at most {limit} are accepted "
+                f"beside --length {self.length} (it begins {texts[longest][:60]!r})"
             )
         width = max(map(len, rows))
         ids = torch.full((len(rows), width), self.end_ids[0])
