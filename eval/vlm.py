@@ -139,6 +139,7 @@ def endpoint_judge(
         timeout=timeout,
         headers={"Authorization": f"Bearer {key}"} if key else {},
         limits=httpx.Limits(max_connections=workers),
+        trust_env=False,  # as for reward servers: a proxy for the internet does not know a cluster
     )
 
     def ask(question: str, picture) -> str:
