@@ -1,4 +1,5 @@
-"""What the algorithms share: randomness, forward process, ELBO, advantage, processes, checkpoints, the log of a run."""
+"""What the algorithms share: randomness, forward process, ELBO, advantage, processes, checkpoints, the log of
+a run."""
 
 import hashlib
 import math
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# ---- Randomness: explicit generators only, keyed by what they are for, so that any number of processes draws the same
+# ---- Randomness: explicit generators only, keyed by what they are for, so that any number of processes draws
+# the same
 
 
 def generator(*key: int | str) -> torch.Generator:
@@ -21,8 +23,8 @@ def generator(*key: int | str) -> torch.Generator:
 
 
 def prompt_indices(n_rows: int, n_prompts: int, iteration: int, seed: int) -> list[int]:
-    """Which rows an iteration uses: an endless pass over a new permutation in each epoch. A function of the iteration
-    alone, so that a resumed run needs no cursor."""
+    """Which rows an iteration uses: an endless pass over a new permutation in each epoch. A function of the
+    iteration alone, so that a resumed run needs no cursor."""
     picked = []
     for i in range(iteration * n_prompts, (iteration + 1) * n_prompts):
         epoch, position = divmod(i, n_rows)
@@ -34,13 +36,14 @@ def prompt_indices(n_rows: int, n_prompts: int, iteration: int, seed: int) -> li
 
 
 def times(mu: int, gamma: float = 0.0) -> list[float]:
-    """t_j = gamma + (1 - gamma) j / mu, j = 1..mu (MaskGRPO Eq. 11). The last is 1: the public code's cap at 0.999 would
-    leave some tokens unmasked at every j."""
+    """t_j = gamma + (1 - gamma) j / mu, j = 1..mu (MaskGRPO Eq. 11). The last is 1: the public code's cap at
+    0.999 would leave some tokens unmasked at every j."""
     return [gamma + (1 - gamma) * j / mu for j in range(1, mu + 1)]
 
 
 def fading_keep(t: float, L: int) -> Tensor:
-    """Probability [L] that each completion token stays shown (Alg. 1): d (1-t) L / sum d, d = linspace(1, 0, L), at most 1.
+    """Probability [L] that each completion token stays shown (Alg. 1): d (1-t) L / sum d, d = linspace(1, 0,
+    L), at most 1.
 
     Its mean is 1 - t where nothing is clipped (t >= 1/2), so the mean mask rate is t, rising towards the end.
     """
@@ -49,10 +52,11 @@ def fading_keep(t: float, L: int) -> Tensor:
 
 
 def remask(kind: str, t: float, u: Tensor, revealed: Tensor | None = None) -> Tensor:
-    """Which completion tokens are masked at t in (0, 1]: bool [B, L], from uniforms u [B, L]. Prompts are never touched.
+    """Which completion tokens are masked at t in (0, 1]: bool [B, L], from uniforms u [B, L]. Prompts are
+    never touched.
 
-    fading (Alg. 1): u >= keep; random (Alg. 2): u < t; trace: the ceil(t L) tokens revealed last by the sampler
-    (``revealed`` [B, L]), all tokens of a step together; full: everything.
+    fading (Alg. 1): u >= keep; random (Alg. 2): u < t; trace: the ceil(t L) tokens revealed last by the
+    sampler (``revealed`` [B, L]), all tokens of a step together; full: everything.
     """
     L = u.shape[-1]
     if kind == "fading":
@@ -98,7 +102,8 @@ class MixturePath:
         return p.scatter_add_(-1, x_1.unsqueeze(-1), t.contiguous())
 
     def corrupt(self, x_1: Tensor, t: float | Tensor, u: Tensor) -> Tensor:
-        """x_t ~ p_t(x | x_1) [B, L] at u [B, L] in [0, 1): noise where u < 1 - t, which the K tokens share."""
+        """x_t ~ p_t(x | x_1) [B, L] at u [B, L] in [0, 1): noise where u < 1 - t, which the K tokens
+        share."""
         noise = 1 - per_token(t, x_1)
         x_0 = (u.double() / noise * self.vocab_size).clamp(max=self.vocab_size - 1)
         return torch.where(u < noise, x_0.nan_to_num().long(), x_1)
@@ -175,8 +180,8 @@ class MetricPath:
     ) -> Tensor:
         """One Euler step of the jump process: x_s [B, L] from x_t, the drawn x_1 and u [2, B, L] in [0, 1).
 
-        A token jumps where u[0] < 1 - exp(-total rate over [t, s]), to a token drawn at u[1] in proportion to the
-        rates. ``integrated=False`` takes (s - t) times the rate at t, as the public code.
+        A token jumps where u[0] < 1 - exp(-total rate over [t, s]), to a token drawn at u[1] in proportion to
+        the rates. ``integrated=False`` takes (s - t) times the rate at t, as the public code.
         """
         x_s = []
         for x, y, v, w in self.split(x_t, x_1, u[0], u[1]):
@@ -190,14 +195,54 @@ class MetricPath:
         return zip(*(v.flatten().split(rows) for v in values), strict=True)
 
 
+def uniform_path(
+    policy,
+    path: str | None = None,
+    alpha: float | None = None,
+    c: float | None = None,
+    power: int | None = None,
+    shift: float | None = None,
+) -> tuple[MixturePath | MetricPath, float]:
+    """The path and the time shift: what is given, else what the checkpoint says (``policy.path_settings``).
+
+    Raises ValueError where neither says it: another alpha, c or shift is another process, so none is guessed.
+    """
+    given = {"path": path, "alpha": alpha, "c": c, "power": power, "shift": shift}
+    known = {"power": 1} | getattr(policy, "path_settings", {})
+    known |= {name: value for name, value in given.items() if value is not None}
+    kind = known.get("path")
+    if kind not in ("mixture", "metric", None):
+        raise ValueError(f"--path {kind}: accepted are mixture, metric")
+    needed = {"mixture": ("shift",), "metric": ("alpha", "c", "shift")}.get(kind, ("path",))
+    absent = [name for name in needed if known.get(name) is None]
+    if absent:
+        raise ValueError(
+            f"the checkpoint has no scheduler file that says {', '.join(absent)} of its path: "
+            "give --path, --shift and, for metric, --path-alpha and --path-c"
+        )
+    if kind == "mixture":
+        return MixturePath(policy.vocab_size), known["shift"]
+    if policy.codebook is None:
+        raise ValueError("--path metric: the model has no codebook to measure distances in")
+    codebook = policy.codebook.to(next(policy.parameters()).device)
+    return MetricPath(codebook, known["alpha"], known["c"], known["power"]), known["shift"]
+
+
+def path_times(u: Tensor, shift: float = 1.0) -> Tensor:
+    """Times t in [0, 1) at which a base is trained, from uniforms u: sigma = 1 - 0.999 u as in URSA, then the
+    shift of ``samplers.euler_times``."""
+    sigma = 1 - 0.999 * u
+    return 1 - shift * sigma / (1 + (shift - 1) * sigma)
+
+
 # ---- ELBO
 
 
 def elbo(policy, prompt, x_0: Tensor, mask: Tensor, t: Tensor, null=None, cfg: float = 0.0) -> Tensor:
     """l(x_t, x_0) = (1/t) sum over masked k of log p(x_0^k | x_t, c)  (MaskGRPO Eq. 2): [B], at most 0.
 
-    x_0 [B, L], mask [B, L] bool, t [B] in (0, 1]. Its mean over t ~ U(0, 1] and masks with rate t, or over k ~ U{1..L} and
-    masks of k tokens with t = k/L, is the bound on log p(x_0 | c).
+    x_0 [B, L], mask [B, L] bool, t [B] in (0, 1]. Its mean over t ~ U(0, 1] and masks with rate t, or over k
+    ~ U{1..L} and masks of k tokens with t = k/L, is the bound on log p(x_0 | c).
     """
     x_t = torch.where(mask, policy.mask_id, x_0)
     log_p = policy(prompt, x_t, where=mask, target=x_0, null=null, cfg=cfg)
@@ -206,7 +251,8 @@ def elbo(policy, prompt, x_0: Tensor, mask: Tensor, t: Tensor, null=None, cfg: f
 
 @torch.no_grad()
 def log_likelihood(policy, prompt, x_0: Tensor, draws: int, g: torch.Generator) -> Tensor:
-    """Monte-Carlo estimate [B] of the bound on log p(x_0 | c), with k ~ U{1..L} masked tokens in each of ``draws``."""
+    """Monte-Carlo estimate [B] of the bound on log p(x_0 | c), with k ~ U{1..L} masked tokens in each of
+    ``draws``."""
     B, L = x_0.shape
     total = torch.zeros(B, device=x_0.device)
     for _ in range(draws):
@@ -230,11 +276,13 @@ def group_advantage(
 ) -> Tensor:
     """A [n, G] (MaskGRPO Eq. 4): (r - group mean) / (std + eps); exactly 0 in a group of equal rewards.
 
-    ``std``: group, batch (over all rewards) or none (d1). ddof 1, eps 1e-5 for MaskGRPO and RebRL; 0, 1e-4 for UDM-GRPO,
-    which also clips to +-5. Raises ValueError for G < 2.
+    ``std``: group, batch (over all rewards) or none (d1). ddof 1, eps 1e-5 for MaskGRPO and RebRL; 0, 1e-4
+    for UDM-GRPO, which also clips to +-5. Raises ValueError for G < 2.
     """
     if rewards.shape[-1] < 2:
-        raise ValueError("--group-size must be at least 2: an advantage compares the completions of one prompt")
+        raise ValueError(
+            "--group-size must be at least 2: an advantage compares the completions of one prompt"
+        )
     advantage = rewards - rewards.mean(-1, keepdim=True)
     if std == "group":
         advantage = advantage / (rewards.std(-1, correction=ddof, keepdim=True) + eps)
@@ -246,8 +294,8 @@ def group_advantage(
 
 
 def k3(log_p: Tensor, log_ref: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = log_ref - log_p (form of MaskGRPO Eq. 10): >= 0, and its mean under p is KL(p || ref). As a
-    loss its gradient is that of the estimator, not of the KL."""
+    """exp(d) - d - 1 with d = log_ref - log_p (form of MaskGRPO Eq. 10): >= 0, and its mean under p is KL(p
+    || ref). As a loss its gradient is that of the estimator, not of the KL."""
     d = log_ref - log_p
     return d.exp() - d - 1
 
@@ -264,8 +312,8 @@ class World:
     device: torch.device
 
     def share(self, n: int) -> tuple[list[int], list[float]]:
-        """The indices out of 0..n-1 that this rank works on, and their weights: equal counts on all ranks, so the last
-        rank repeats index n-1 with weight 0."""
+        """The indices out of 0..n-1 that this rank works on, and their weights: equal counts on all ranks, so
+        the last rank repeats index n-1 with weight 0."""
         per_rank = math.ceil(n / self.size)
         mine = range(self.rank * per_rank, (self.rank + 1) * per_rank)
         return [min(i, n - 1) for i in mine], [float(i < n) for i in mine]
@@ -280,7 +328,9 @@ class World:
 
     def sum(self, *values: float | Tensor) -> list[float]:
         """Each value summed over all ranks."""
-        v = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device).detach() for x in values])
+        v = torch.stack(
+            [torch.as_tensor(x, dtype=torch.float64, device=self.device).detach() for x in values]
+        )
         if self.size > 1:
             dist.all_reduce(v)
         return v.tolist()

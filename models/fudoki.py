@@ -32,8 +32,8 @@ class FUDOKI(LlamaPolicy):
     code puts it on the right. Codes have their own embedding; the state before a token predicts it.
 
     backbone: a ``Backbone``. vq: any object with ``decode(codes [B, L]) -> uint8 [B, 3, H, W]`` and
-    ``encode``; for ``save`` also with a ``state()``, or a ``source`` that begins with "tiny". codebook [K, d]:
-    of the metric path. max_text: bound on the tokens that are not codes, the one after them included.
+    ``encode``; for ``save`` also with a ``state()``, or a ``source`` that begins with "tiny". codebook [K, d]
+    is the metric path's. max_text: bound on the tokens that are not codes, the one after them included.
     """
 
     def __init__(

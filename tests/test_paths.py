@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import MetricPath, MixturePath
+from common import MetricPath, MixturePath, path_times, uniform_path
 
 GOLDEN = Path(__file__).parent / "golden"
 K = 6
@@ -146,3 +146,39 @@ def test_large_vocabularies_are_drawn_in_chunks(monkeypatch, paths):
     for path, (x, y) in zip(paths, whole, strict=True):
         assert torch.equal(path.corrupt(x_1, t, u[0]), x)
         assert torch.equal(path.jump(x_t, x_1, 0.3, 0.5, u), y)
+
+
+def test_training_times_equal_the_public_ones():
+    g = load_file(GOLDEN / "dfm.safetensors")
+    for shift in (1, 3):
+        t = path_times(g["sample_timesteps.u"], float(shift))
+        torch.testing.assert_close(t, g[f"sample_timesteps.shift{shift}"], atol=1e-6, rtol=0)
+
+
+class Model(torch.nn.Linear):
+    """Just enough of a policy to ask for its path."""
+
+    def __init__(self, **path_settings):
+        super().__init__(1, 1)
+        self.vocab_size, self.codebook, self.path_settings = K, torch.eye(K), path_settings
+
+
+def test_the_checkpoint_names_its_path_and_flags_win():
+    model = Model(path="metric", alpha=0.9, c=3.0, power=2, shift=1.5)
+    path, shift = uniform_path(model)
+    assert (path.alpha, path.c, path.power, shift) == (0.9, 3.0, 2, 1.5)
+    path, shift = uniform_path(model, alpha=0.5, power=1, shift=1.0)
+    assert (path.alpha, path.c, path.power, shift) == (0.5, 3.0, 1, 1.0)
+    assert isinstance(uniform_path(model, "mixture")[0], MixturePath)
+
+
+def test_path_settings_are_never_guessed():
+    for flags in ({}, {"path": "metric"}, {"path": "metric", "alpha": 0.9, "shift": 1.0}):
+        with pytest.raises(ValueError, match="--shift.*--path-alpha and --path-c"):
+            uniform_path(Model(), **flags)
+    with pytest.raises(ValueError, match="--path linear"):
+        uniform_path(Model(), "linear", shift=1.0)
+    model = Model()
+    model.codebook = None
+    with pytest.raises(ValueError, match="no codebook"):
+        uniform_path(model, "metric", alpha=0.9, c=3.0, shift=1.0)

@@ -181,12 +181,12 @@ def test_gradients_reach_every_part():
     """Built from scratch, as a small world would."""
     from transformers import LlamaConfig
 
-    torch.manual_seed(0)
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
-    backbone = Backbone(
-        LlamaConfig(vocab_size=120, is_causal=False, **sizes), codes=9, code_dim=4, head_dim=12
-    )
-    policy = FUDOKI(backbone, tokenizer(), None, codebook=torch.randn(9, 4), length=4, **IDS)
+    config = LlamaConfig(vocab_size=120, is_causal=False, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        backbone = Backbone(config, codes=9, code_dim=4, head_dim=12)
+    policy = FUDOKI(backbone, tokenizer(), None, codebook=torch.eye(9), length=4, **IDS)
     x = torch.tensor([[1, 2, 3, 8]])
     policy(policy.encode(["cat"]), x, target=x).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.parameters())

@@ -53,10 +53,11 @@ def ursa():
 @pytest.fixture
 def small():
     """Made from scratch, weights from a seed."""
-    torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16)
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
-    backbone = qwen3(K, vocab_size=5 + K, **sizes, **heads).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        backbone = qwen3(K, vocab_size=5 + K, **sizes, **heads).eval()
     path = {"path": "metric", "alpha": 0.9, "c": 3.0, "shift": 1.0, "power": 1}
     layout = dict(grid=(1, 4, 4), bov_id=1, pad_id=0, text_length=5)
     return URSA(backbone, tokenizer(), Grey(), path_settings=path, **layout)
