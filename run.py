@@ -1,4 +1,5 @@
-"""The life of a run: flags and recipes, directory and log, checkpoints and resume. Nothing of an algorithm in here."""
+"""The life of a run: flags and recipes, directory and log, checkpoints and resume. Nothing of an algorithm in
+here."""
 
 import argparse
 import json
@@ -11,6 +12,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,23 +38,35 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that the scripts share, same name, same meaning: this and the three functions below."""
     g = parser.add_argument_group("what to train")
     g.add_argument("--model", default="tiny", help="tiny: the built-in base; else a hub id or a directory")
-    g.add_argument("--task", default="tiny-math", help="prompts and reward: a name, or a .py file of your own")
+    g.add_argument(
+        "--task", default="tiny-math", help="prompts and reward: a name, or a .py file of your own"
+    )
     g.add_argument("--protocol", help="prompt and reward preset of the task: d1, maskgrpo, llada")
     g.add_argument("--data", help="path in place of the task's own data (same fields)")
     g.add_argument("--reward", help="a=1,http://host:8000/b=0.5: split at commas, weight after the last '='")
-    g.add_argument("--reward-normalize", action="store_true", help="normalise each reward in its group, then sum")
+    g.add_argument(
+        "--reward-normalize", action="store_true", help="normalise each reward in its group, then sum"
+    )
 
     g = parser.add_argument_group("the run")
     g.add_argument("--out", help="directory of the run (default: runs/<script>_<task>_s<seed>)")
     g.add_argument("--seed", type=int, default=0)
     g.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in --out")
-    g.add_argument("--iterations", type=int, default=36, help="outer RL steps: rollout, then the updates on it")
-    g.add_argument("--eval-every", type=int, default=12, help="iterations between evaluations (0: only the ends)")
+    g.add_argument(
+        "--iterations", type=int, default=36, help="outer RL steps: rollout, then the updates on it"
+    )
+    g.add_argument(
+        "--eval-every", type=int, default=12, help="iterations between evaluations (0: only the ends)"
+    )
     g.add_argument("--eval-prompts", type=int, default=256, help="held-out prompts in an evaluation (0: all)")
-    g.add_argument("--save-every", type=int, default=12, help="iterations between checkpoints (0: only the end)")
+    g.add_argument(
+        "--save-every", type=int, default=12, help="iterations between checkpoints (0: only the end)"
+    )
     g.add_argument("--track", action="store_true", help="log to Weights & Biases too")
     g.add_argument("--dry-run", action="store_true", help="print the memory that these flags need, then stop")
-    g.add_argument("--strict", action="store_true", help="stop at the first reward error (else counted, scored 0)")
+    g.add_argument(
+        "--strict", action="store_true", help="stop at the first reward error (else counted, scored 0)"
+    )
 
 
 def rollout_flags(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +74,11 @@ def rollout_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--length", type=int, metavar="L", help="tokens of a completion (default: the model's)")
     g.add_argument("--max-prompt", type=int, help="longest prompt in tokens (default: the model's)")
     g.add_argument("--steps", type=int, default=12, metavar="T", help="denoising steps")
+    g.add_argument("--eval-steps", type=int, help="denoising steps of an evaluation (default: --steps)")
     g.add_argument("--temperature", type=float, default=1.0)
-    g.add_argument("--cfg", type=float, default=0.0, metavar="W", help="guidance: (1+w) cond - w uncond; 0 is off")
+    g.add_argument(
+        "--cfg", type=float, default=0.0, metavar="W", help="guidance: (1+w) cond - w uncond; 0 is off"
+    )
     g.add_argument("--cfg-until", type=float, default=1.0, help="share of the denoising that is guided")
 
 
@@ -77,9 +94,13 @@ def update_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.99), metavar=("B1", "B2"))
     g.add_argument("--grad-clip", type=float, default=1.0)
     g.add_argument("--warmup", type=int, default=0, help="optimizer steps of linear warm-up")
-    g.add_argument("--adv-std", choices=("group", "batch", "none"), default="group", help="A is divided by (Eq. 4)")
+    g.add_argument(
+        "--adv-std", choices=("group", "batch", "none"), default="group", help="A is divided by (Eq. 4)"
+    )
     g.add_argument("--drop-equal", action="store_true", help="leave out groups of equal rewards, KL too")
-    g.add_argument("--ref-every", type=int, default=0, help="optimizer steps until the reference is refreshed")
+    g.add_argument(
+        "--ref-every", type=int, default=0, help="optimizer steps until the reference is refreshed"
+    )
 
 
 def scale_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,14 +109,20 @@ def scale_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--micro-batch", type=int, default=96, help="completions in a forward pass")
     g.add_argument("--lora-rank", type=int, default=0, help="LoRA on all seven projections (needs peft)")
     g.add_argument("--lora-alpha", type=float, default=64.0)
-    g.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the frozen or sharded weights")
+    g.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the frozen or sharded weights"
+    )
     g.add_argument("--grad-checkpoint", action="store_true", help="recompute each block in the backward pass")
 
 
-def parse(parser: argparse.ArgumentParser, recipes: list[Recipe], argv: list[str] | None = None) -> argparse.Namespace:
-    """Flags over the recipe of the model and task chosen over the script's defaults. ``args.recipe`` says, flag by flag,
-    where a value comes from."""
-    first, _ = parser.parse_known_args([a for a in (sys.argv[1:] if argv is None else argv) if a not in ("-h", "--help")])
+def parse(
+    parser: argparse.ArgumentParser, recipes: list[Recipe], argv: list[str] | None = None
+) -> argparse.Namespace:
+    """Flags over the recipe of the model and task chosen over the script's defaults. ``args.recipe`` says,
+    flag by flag, where a value comes from."""
+    first, _ = parser.parse_known_args(
+        [a for a in (sys.argv[1:] if argv is None else argv) if a not in ("-h", "--help")]
+    )
     paper, ours = {}, {}
     for recipe in recipes:
         if re.search(recipe.model, first.model) and first.task in recipe.tasks:
@@ -104,7 +131,13 @@ def parse(parser: argparse.ArgumentParser, recipes: list[Recipe], argv: list[str
     parser.set_defaults(**paper, **ours)
     args = parser.parse_args(argv)
     args.source = {
-        k: "command line" if v != parser.get_default(k) else "paper" if k in paper else "ours" if k in ours else "default"
+        k: "command line"
+        if v != parser.get_default(k)
+        else "paper"
+        if k in paper
+        else "ours"
+        if k in ours
+        else "default"
         for k, v in vars(args).items()
     }
     args.name = Path(parser.prog).stem
@@ -118,8 +151,12 @@ def parse(parser: argparse.ArgumentParser, recipes: list[Recipe], argv: list[str
 
 
 AT_LEAST = {
-    **dict.fromkeys(("prompts", "steps", "mu", "micro_batch", "iterations", "length", "max_prompt", "batch"), 1),
-    **dict.fromkeys(("lr", "eps", "beta", "temperature", "weight_decay", "warmup", "ref_every", "lora_rank"), 0),
+    **dict.fromkeys(
+        ("prompts", "steps", "mu", "micro_batch", "iterations", "length", "max_prompt", "batch"), 1
+    ),
+    **dict.fromkeys(
+        ("lr", "eps", "beta", "temperature", "weight_decay", "warmup", "ref_every", "lora_rank"), 0
+    ),
     **dict.fromkeys(("eval_every", "save_every", "eval_prompts"), 0),
     "group_size": 2,  # an advantage compares the completions of one prompt
 }
@@ -145,7 +182,9 @@ class Run:
     """
 
     def __init__(self, args: argparse.Namespace, world: World):
-        self.world, self.writer, self.wandb = world, None, None
+        self.args, self.world = args, world
+        self.writer = self.wandb = None
+        self.warned = False
         name = f"{args.name}_{Path(args.task).stem}_s{args.seed}"
         self.dir = Path(args.out or f"runs/{name}")
         holds_run = (self.dir / "config.json").exists()
@@ -153,12 +192,14 @@ class Run:
             raise ValueError(f"--resume: {self.dir} holds no run; name it with --out")
         if not args.resume and holds_run:
             if args.out:
-                raise ValueError(f"--out {args.out} already holds a run: add --resume, or choose another directory")
+                raise ValueError(
+                    f"--out {args.out} already holds a run: add --resume, or choose another directory"
+                )
             n = 2
             while (self.dir.parent / f"{name}_{n}" / "config.json").exists():
                 n += 1
             self.dir = self.dir.parent / f"{name}_{n}"
-        self.step = newest_checkpoint(self.dir)[0] if args.resume else 0
+        self.step = newest_checkpoint(self.dir)[0] if args.resume else 0  # iterations done
         world.barrier()  # every rank has looked before rank 0 writes
         if world.rank == 0:
             (self.dir / "samples").mkdir(parents=True, exist_ok=True)
@@ -177,36 +218,124 @@ class Run:
             if args.track:
                 import wandb
 
-                self.wandb = wandb.init(project="ddrl", name=self.dir.name, config=config, resume="allow", id=self.dir.name)
+                self.wandb = wandb.init(
+                    project="ddrl", name=self.dir.name, config=config, resume="allow", id=self.dir.name
+                )
 
     def log(self, step: int, metrics: dict) -> None:
-        """A line of metrics.jsonl, and TensorBoard."""
-        if self.world.rank == 0:
-            append(self.dir / "metrics.jsonl", {"step": step, **metrics})
+        """A line of metrics.jsonl; TensorBoard, Weights & Biases and the progress bar too."""
+        if self.world.rank:
+            return
+        append(self.dir / "metrics.jsonl", {"step": step, **metrics})
+        if self.writer:
             for k, v in metrics.items():
-                if self.writer:
-                    self.writer.add_scalar(k, v, step)
-            if self.wandb:
-                self.wandb.log(metrics, step=step)
+                self.writer.add_scalar(k, v, step)
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+        self.bar.set_postfix(reward=f"{metrics['reward/mean']:.3f}", kl=f"{metrics['kl']:.4f}")
+        if metrics["zero_spread"] > 0.7 and not self.warned:
+            self.warned = True
+            self.bar.write(
+                f"only {1 - metrics['zero_spread']:.0%} of the groups have unequal rewards, the others give no signal: "
+                "a larger --group-size, or easier prompts, give more"
+            )
 
     def score(self, step: int, task: str, mode: str, result: dict) -> None:
-        """A line of eval.jsonl: step, task, mode (greedy or sampled), score, se, n and whatever else was measured."""
+        """A line of eval.jsonl: step, task, mode (greedy or sampled), score, se, n and whatever else was
+        measured."""
         if self.world.rank == 0:
             append(self.dir / "eval.jsonl", {"step": step, "task": task, "mode": mode, **result})
             if self.writer:
                 self.writer.add_scalar(f"eval/{mode}", result["score"], step)
-                self.writer.flush()
 
     def scores(self) -> list[dict]:
+        """The lines of eval.jsonl so far."""
         path = self.dir / "eval.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def save(self, step: int, state: dict, optimizer: torch.optim.Optimizer) -> None:
-        """An atomic checkpoint after ``step`` iterations; the two newest are kept."""
-        save_checkpoint(self.dir, step, state, optimizer, self.world)
+    def iterations(self):
+        """Yield the iterations left, with a progress bar; save when one is done and a checkpoint is due."""
+        from tqdm import tqdm
 
-    def restore(self, state: dict, optimizer: torch.optim.Optimizer) -> None:
-        load_checkpoint(newest_checkpoint(self.dir)[1], state, optimizer)
+        args = self.args
+        total = args.iterations
+        self.bar = tqdm(total=total, initial=self.step, desc=self.dir.name, disable=self.world.rank > 0)
+        while self.step < total:
+            yield self.step
+            self.step += 1
+            self.bar.update()
+            if self.step == total or (args.save_every and self.step % args.save_every == 0):
+                self.save()
+        self.bar.close()
+
+    def restore(
+        self, policy: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Name what a checkpoint holds, and fill it from the newest one if this run goes on from there."""
+        self.state = {"policy": trainable_state(policy)}
+        if reference is not None and self.args.ref_every:
+            self.state["reference"] = trainable_state(reference.policy)
+        self.optimizer = optimizer
+        if self.step:
+            load_checkpoint(newest_checkpoint(self.dir)[1], self.state, optimizer)
+
+    def finish(self, policy) -> None:
+        """Store the trained model, draw the curve, say what became of the score and where everything is."""
+        if self.world.rank:
+            return
+        from eval.report import draw
+
+        policy.save(self.dir / "model")
+        draw({self.dir.name: [self.dir]}, self.dir / "curve.png")
+        first, last = ({s["mode"]: s for s in self.scores() if s["step"] == at} for at in (0, self.step))
+        print(f"\n{'held-out score':16}{'base':>16}{'trained':>18}")
+        for mode in last:
+            print(
+                f"{mode:16}"
+                + "".join(f"{s[mode]['score']:11.3f} +-{s[mode]['se']:.3f}" for s in (first, last))
+            )
+        print(f"model {self.dir}/model   curve {self.dir}/curve.png   samples {self.dir}/samples/")
+
+    def save(self) -> None:
+        save_checkpoint(self.dir, self.step, self.state, self.optimizer, self.world)
+
+    def optimizer_step(self, parameters: list[nn.Parameter], update: int) -> float:
+        """Clip, step, clear; the norm before clipping. A norm that is not finite stops the run before it is
+        stepped."""
+        args = self.args
+        self.optimizer.param_groups[0]["lr"] = args.lr * min(1.0, (update + 1) / max(args.warmup, 1))
+        norm = float(nn.utils.clip_grad_norm_(parameters, args.grad_clip))
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient is not finite in iteration {self.step + 1}: nothing of it was saved"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def refresh(self, reference, policy: nn.Module, updates: int) -> None:
+        """After an iteration that ends at ``updates`` optimizer steps: every --ref-every of them, rounded up
+        to the end of an iteration, the reference becomes a copy of the policy."""
+        every = self.args.ref_every
+        if reference is not None and every and updates // every > (updates - self.args.mu) // every:
+            reference.refresh(policy)
+
+    def gather_rewards(self, rewards, rows: list[dict], completions: list, n: int) -> dict[str, np.ndarray]:
+        """Every component [n] over all processes. When all reward servers are down a checkpoint is saved,
+        then it stops."""
+        from eval.reward_client import RewardServersDown
+
+        down = None
+        try:
+            parts = rewards.components(rows, completions)
+        except RewardServersDown as error:
+            down = error
+        if self.world.any(down is not None):  # all ranks stop together
+            self.save()
+            raise SystemExit(
+                f"{down or 'reward servers are down'}; saved after iteration {self.step}: go on with --resume"
+            )
+        return {k: self.world.gather(torch.from_numpy(v), n).numpy() for k, v in parts.items()}
 
 
 def append(path: Path, row: dict) -> None:
@@ -236,7 +365,9 @@ def cut_back(path: Path, step: int) -> None:
 
 def warn_if_changed(old: dict, new: dict) -> None:
     """A resumed run whose flags differ is another run: say which."""
-    for k in sorted(old.keys() & new.keys() - {"iterations", "out", "eval_every", "save_every", "track", "name"}):
+    for k in sorted(
+        old.keys() & new.keys() - {"iterations", "out", "eval_every", "save_every", "track", "name"}
+    ):
         if json.loads(json.dumps(new[k])) != old[k]:
             warnings.warn(f"--resume: --{k.replace('_', '-')} was {old[k]}, is now {new[k]}", stacklevel=2)
 
@@ -251,18 +382,26 @@ def trainable_state(policy: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
-    """Moments by position. Before the first step AdamW has none: create them, so that loading finds its tensors."""
+    """Moments by position. Before the first step AdamW has none: create them, so that loading finds its
+    tensors."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not optimizer.state[p]:
                 zeros = torch.zeros_like(p)
-                optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                optimizer.state[p] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": zeros,
+                    "exp_avg_sq": zeros.clone(),
+                }
     return {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
 
 
-def save_checkpoint(directory: Path, step: int, state: dict, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Write ``checkpoints/step_<n>`` whole or not at all. ``state``: named tensors or nested dictionaries of them. Sharded
-    tensors are written by the ranks that hold them, and can be loaded by any number of ranks."""
+def save_checkpoint(
+    directory: Path, step: int, state: dict, optimizer: torch.optim.Optimizer, world: World
+) -> None:
+    """Write ``checkpoints/step_<n>`` whole or not at all. ``state``: named tensors or nested dictionaries of
+    them. Sharded tensors are written by the ranks that hold them, and can be loaded by any number of
+    ranks."""
     import torch.distributed.checkpoint as dcp
 
     root = directory / "checkpoints"
@@ -273,7 +412,11 @@ def save_checkpoint(directory: Path, step: int, state: dict, optimizer: torch.op
     world.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dcp says that one process is not distributed
-        dcp.save({**state, "optimizer": optimizer_state(optimizer)}, checkpoint_id=temporary, no_dist=world.size == 1)
+        dcp.save(
+            {**state, "optimizer": optimizer_state(optimizer)},
+            checkpoint_id=temporary,
+            no_dist=world.size == 1,
+        )
     world.barrier()
     if world.rank == 0:
         shutil.rmtree(final, ignore_errors=True)

@@ -1,11 +1,12 @@
 """Samplers of discrete diffusion models: prompt in, response tokens out.
 
-Each step is a pure function of (logits, noise). All noise of a row comes from the row's own generator, one uniform per
-token and draw, so that a sample does not depend on the batch or on the number of processes. Every sampler makes a fixed
-number of policy calls whatever the data, so that the ranks of a sharded model stay together.
+Each step is a pure function of (logits, noise). All noise of a row comes from the row's own generator, one
+uniform per token and draw, so that a sample does not depend on the batch or on the number of processes. Every
+sampler makes a fixed number of policy calls whatever the data, so that the ranks of a sharded model stay
+together.
 
-The policy is any object with ``policy(prompt, x_t, where=, null=, cfg=)``, ``length``, ``mask_id``, ``end_ids``
-(see models/policy.py).
+The policy is any object with ``policy(prompt, x_t, where=, null=, cfg=)``, ``length``, ``mask_id``,
+``end_ids`` (see models/policy.py).
 """
 
 import math
@@ -17,8 +18,9 @@ from torch import Tensor
 
 @dataclass
 class Sample:
-    """x_0 [B, L] response ids; revealed [B, L] the step 0..T-1 at which each token was revealed; on request the
-    trajectory [(x_t [B, L], t)] exactly as it was fed to the model, and for euler the x_1 [B, L] drawn from each."""
+    """x_0 [B, L] response ids; revealed [B, L] the step 0..T-1 at which each token was revealed; on request
+    the trajectory [(x_t [B, L], t)] exactly as it was fed to the model, and for euler the x_1 [B, L] drawn
+    from each."""
 
     x_0: Tensor
     revealed: Tensor
@@ -47,9 +49,11 @@ def uniform(generators: list[torch.Generator], *shape: int, device: torch.device
 
 
 def draw(logits: Tensor, u: Tensor, temperature: float = 1.0) -> Tensor:
-    """Tokens [N] from softmax(logits [N, K] / temperature) by inverse CDF at u [N]; the argmax at temperature 0.
+    """Tokens [N] from softmax(logits [N, K] / temperature) by inverse CDF at u [N]; the argmax at temperature
+    0.
 
-    The cumulative sum is taken in float64, a few rows at a time: float32 would lose the tail of a large vocabulary.
+    The cumulative sum is taken in float64, a few rows at a time: float32 would lose the tail of a large
+    vocabulary.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -67,20 +71,23 @@ def confidence_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def without_mask(logits: Tensor, mask_id: int) -> Tensor:
-    """The logits from which tokens are drawn: [M] is never an answer (for images it has no row in the head)."""
+    """The logits from which tokens are drawn: [M] is never an answer (for images it has no row in the
+    head)."""
     if mask_id >= logits.shape[-1]:
         return logits
     return logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -math.inf)
 
 
 def most_confident(confidence: Tensor, where: Tensor, k: int) -> Tensor:
-    """Bool [B, L]: in each row the k positions of ``where`` with the highest confidence, all if there are fewer."""
+    """Bool [B, L]: in each row the k positions of ``where`` with the highest confidence, all if there are
+    fewer."""
     order = confidence.masked_fill(~where, -math.inf).sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(where).scatter_(-1, order[:, :k], True) & where
 
 
 def transfer_schedule(count: int, steps: int) -> list[int]:
-    """How many of ``count`` masked tokens each of ``steps`` steps reveals: equal shares, the first ones take the rest."""
+    """How many of ``count`` masked tokens each of ``steps`` steps reveals: equal shares, the first ones take
+    the rest."""
     return [count // steps + (s < count % steps) for s in range(steps)]
 
 
@@ -100,11 +107,13 @@ def semi_autoregressive(
     remasking: str = "low_confidence",
     keep_trajectory: bool = False,
 ) -> Sample:
-    """LLaDA's sampler (MaskGRPO Alg. 3): blocks from left to right, within a block the most confident tokens first.
+    """LLaDA's sampler (MaskGRPO Alg. 3): blocks from left to right, within a block the most confident tokens
+    first.
 
-    Tokens are drawn at ``temperature`` (0: argmax). ``eos_rule="last"`` reveals end ids only when nothing else in the
-    block is left: their confidence is lowered after the draw. ``remasking="random"`` reveals at random, independently of
-    the logits. Raises ValueError unless block divides L and the number of blocks divides steps.
+    Tokens are drawn at ``temperature`` (0: argmax). ``eos_rule="last"`` reveals end ids only when nothing
+    else in the block is left: their confidence is lowered after the draw. ``remasking="random"`` reveals at
+    random, independently of the logits. Raises ValueError unless block divides L and the number of blocks
+    divides steps.
     """
     L, mask_id, device = policy.length, policy.mask_id, prompt.ids.device
     check_blocks(L, block, steps)
@@ -141,9 +150,13 @@ def check_blocks(length: int, block: int, steps: int) -> None:
     if block < 1 or length % block:
         raise ValueError(f"--block {block} must divide --length {length}")
     if steps < length // block or steps % (length // block):
-        raise ValueError(f"--steps {steps} must be a multiple of the {length // block} blocks (length / block)")
+        raise ValueError(
+            f"--steps {steps} must be a multiple of the {length // block} blocks (length / block)"
+        )
     if steps > length:
-        raise ValueError(f"--steps {steps} is more than the {length} tokens of --length: each step reveals at least one")
+        raise ValueError(
+            f"--steps {steps} is more than the {length} tokens of --length: each step reveals at least one"
+        )
 
 
 @torch.no_grad()
@@ -163,8 +176,8 @@ def maskgit(
 ) -> Sample:
     """MaskGIT: draw every masked token, keep the most confident, mask the rest again by the schedule.
 
-    ``temperature`` scales Gumbel noise on the log confidence and is annealed cumulatively, as in the public code; 0 also
-    takes the argmax of each token. ``canvas`` [B, L] is a partly known start.
+    ``temperature`` scales Gumbel noise on the log confidence and is annealed cumulatively, as in the public
+    code; 0 also takes the argmax of each token. ``canvas`` [B, L] is a partly known start.
     """
     L, mask_id, device = policy.length, policy.mask_id, prompt.ids.device
     noise = uniform(generators, steps, 2, L, device=device)
@@ -185,19 +198,25 @@ def maskgit(
         p = torch.full(x_t.shape, torch.finfo(torch.float32).max, device=device)
         p[where] = confidence_of(logits, tokens)
         gumbel = -torch.log(-torch.log(u_gumbel.clamp(min=1e-20)))
-        again = maskgit_remask(p, gumbel, anneal, maskgit_length(L, where.sum(-1), (step + 1) / steps, schedule_name))
+        again = maskgit_remask(
+            p, gumbel, anneal, maskgit_length(L, where.sum(-1), (step + 1) / steps, schedule_name)
+        )
         x_t = torch.where(again & where, mask_id, x_0)
     out.x_0 = x_0
     return out
 
 
 def maskgit_length(L: int, unknown: Tensor, r: float, schedule_name: str = "cosine") -> Tensor:
-    """How many tokens [B] are masked again at progress r: the schedule's share of L, within 1 and unknown - 1."""
-    return torch.clamp((L * schedule(schedule_name, r)).floor().long().to(unknown.device), max=unknown - 1).clamp(min=1)
+    """How many tokens [B] are masked again at progress r: the schedule's share of L, within 1 and unknown -
+    1."""
+    return torch.clamp(
+        (L * schedule(schedule_name, r)).floor().long().to(unknown.device), max=unknown - 1
+    ).clamp(min=1)
 
 
 def maskgit_remask(p: Tensor, gumbel: Tensor, temperature: float, length: Tensor) -> Tensor:
-    """Bool [B, L]: tokens whose noisy log confidence lies strictly below that of ascending rank ``length`` [B]."""
+    """Bool [B, L]: tokens whose noisy log confidence lies strictly below that of ascending rank ``length``
+    [B]."""
     confidence = p.clamp(min=1e-20).log() + temperature * gumbel.to(p.dtype)
     return confidence < confidence.sort(-1).values.gather(-1, length.unsqueeze(-1))
 
@@ -217,9 +236,9 @@ def emerge(
     canvas: Tensor | None = None,
     keep_trajectory: bool = False,
 ) -> Sample:
-    """The emerge sampler (MaskGRPO Alg. 4), which is the reverse kernel itself (Eq. 3): from t to s a masked token appears
-    with probability (alpha_s - alpha_t) / (1 - alpha_t), drawn from the guided prediction, else it stays masked; shown
-    tokens stay. No count is fixed, and tokens that do not appear cost no head.
+    """The emerge sampler (MaskGRPO Alg. 4), which is the reverse kernel itself (Eq. 3): from t to s a masked
+    token appears with probability (alpha_s - alpha_t) / (1 - alpha_t), drawn from the guided prediction, else
+    it stays masked; shown tokens stay. No count is fixed, and tokens that do not appear cost no head.
     """
     L, mask_id, device = policy.length, policy.mask_id, prompt.ids.device
     noise = uniform(generators, steps, L, device=device)
@@ -245,12 +264,16 @@ def emerge_probability(step: int, steps: int, schedule_name: str = "cosine") -> 
     """(alpha_s - alpha_t) / (1 - alpha_t) of Eq. 3; 1 at the last step."""
     if step + 1 == steps:
         return 1.0
-    k_t, k_s = schedule(schedule_name, step / steps).item(), schedule(schedule_name, (step + 1) / steps).item()
+    k_t, k_s = (
+        schedule(schedule_name, step / steps).item(),
+        schedule(schedule_name, (step + 1) / steps).item(),
+    )
     return (k_t - k_s) / k_t
 
 
 def euler_times(steps: int, shift: float = 1.0) -> list[float]:
-    """The steps + 1 times from 0 to 1: t = 1 - shift sigma / (1 + (shift - 1) sigma), sigma = 1 - k / steps."""
+    """The steps + 1 times from 0 to 1: t = 1 - shift sigma / (1 + (shift - 1) sigma), sigma = 1 - k /
+    steps."""
     sigma = [1 - k / steps for k in range(steps + 1)]
     return [1 - shift * v / (1 + (shift - 1) * v) for v in sigma]
 
@@ -274,10 +297,10 @@ def euler(
     """Uniform diffusion: from random tokens, each step draws x_1 from the prediction, then tokens jump along
     ``path`` (common.MixturePath, common.MetricPath).
 
-    The last step returns its draw: at t = 1 every token has jumped. ``rate="instantaneous"`` holds the rate at
-    the start of the step, as the public code does; on the metric path it is 0 at t = 0, which wastes a step. The
-    model is guided while t < ``cfg_until``. One list of times serves the jumps and the trajectory. Raises
-    ValueError for another rate, or steps or shift that are not positive.
+    The last step returns its draw: at t = 1 every token has jumped. ``rate="instantaneous"`` holds the rate
+    at the start of the step, as the public code does; on the metric path it is 0 at t = 0, which wastes a
+    step. The model is guided while t < ``cfg_until``. One list of times serves the jumps and the trajectory.
+    Raises ValueError for another rate, or steps or shift that are not positive.
     """
     if rate not in ("integrated", "instantaneous"):
         raise ValueError(f"--rate {rate}: accepted are integrated, instantaneous")
@@ -311,9 +334,11 @@ OWN_SETTINGS = {
 SAMPLERS = {f.__name__: f for f in OWN_SETTINGS}
 
 
-def sample(policy, prompt, generators: list[torch.Generator], settings: dict, keep_trajectory: bool = False) -> Sample:
-    """Sample one response to each prompt as ``settings`` say: sampler, steps, temperature, cfg, cfg_until and what the
-    sampler has of its own. The one entry point of rollout, evaluation and demonstration."""
+def sample(
+    policy, prompt, generators: list[torch.Generator], settings: dict, keep_trajectory: bool = False
+) -> Sample:
+    """Sample one response to each prompt as ``settings`` say: sampler, steps, temperature, cfg, cfg_until and
+    what the sampler has of its own. The one entry point of rollout, evaluation and demonstration."""
     sampler = SAMPLERS[settings["sampler"]]
     own = {k: settings[k] for k in ("steps", "temperature", "cfg", "cfg_until", *OWN_SETTINGS[sampler])}
     null = policy.unconditional(prompt) if own["cfg"] else None

@@ -12,9 +12,9 @@ import numpy as np
 class Task:
     """A data set with its reward, kept together so that the prompt asks for what the reward counts.
 
-    ``rows(split, data)`` returns dictionaries, each with a ``"prompt"``; split is ``"train"`` or ``"test"``, data an
-    optional path in place of the task's own source. ``reward(rows, completions)`` returns one float array [n] a component;
-    a completion is a string (cut at its end of text) or a uint8 image [3, H, W].
+    ``rows(split, data)`` returns dictionaries, each with a ``"prompt"``; split is ``"train"`` or ``"test"``,
+    data an optional path in place of the task's own source. ``reward(rows, completions)`` returns one float
+    array [n] a component; a completion is a string (cut at its end of text) or a uint8 image [3, H, W].
     """
 
     name: str

@@ -1,7 +1,9 @@
-"""tiny-geneval: coloured shapes on a grid, asked for in words, over the six tasks of GenEval; exact detector, no download.
+"""tiny-geneval: coloured shapes on a grid, asked for in words, over the six tasks of GenEval; exact detector,
+no download.
 
-The picture is 6 x 6 patches of 16 px, in 2 x 2 slots of 3 x 3 cells. A slot holds nothing or one shape of one colour. The
-detector reads the pixels: it takes the nearest palette colour of each cell and compares the slot with the three shapes.
+The picture is 6 x 6 patches of 16 px, in 2 x 2 slots of 3 x 3 cells. A slot holds nothing or one shape of one
+colour. The detector reads the pixels: it takes the nearest palette colour of each cell and compares the slot
+with the three shapes.
 """
 
 import hashlib
@@ -91,7 +93,8 @@ def rows(split: str, data: str | None = None) -> list[dict]:
 
 
 def scene(include: list[dict], rng: np.random.Generator, distractor: bool = False) -> np.ndarray:
-    """A grid [6, 6] of palette indices that shows what was asked for, everything left open drawn at random."""
+    """A grid [6, 6] of palette indices that shows what was asked for, everything left open drawn at
+    random."""
     objects = [{**part, "count": 1} for part in include for _ in range(part["count"])]
     while True:
         slots = [tuple(int(v) for v in divmod(s, 2)) for s in rng.permutation(4)[: len(objects)]]
@@ -127,7 +130,8 @@ def holds(part: dict, slot: tuple[int, int], slots: list[tuple[int, int]]) -> bo
 
 
 def detect(image: Tensor) -> list[tuple[str, str, tuple[int, int]]] | None:
-    """Objects (shape, colour, slot) in a uint8 picture [3, 96, 96]; None if a slot holds something unknown."""
+    """Objects (shape, colour, slot) in a uint8 picture [3, 96, 96]; None if a slot holds something
+    unknown."""
     cells = image.float().view(3, SIDE, PATCH, SIDE, PATCH).mean((2, 4)).permute(1, 2, 0)  # [6, 6, 3]
     colours = torch.cdist(cells.reshape(-1, 3), torch.tensor(list(PALETTE.values())).float()).argmin(-1)
     grid = colours.view(SIDE, SIDE).numpy()
@@ -168,7 +172,8 @@ def reward(rows: list[dict], completions: list[Tensor]) -> dict[str, np.ndarray]
 
 
 def base_rows(n: int, seed: int) -> list[dict]:
-    """Training pairs (prompt, picture) for the base, flaws included; the prompt is "" where dropped, for guidance."""
+    """Training pairs (prompt, picture) for the base, flaws included; the prompt is "" where dropped, for
+    guidance."""
     rng = np.random.default_rng((seed, 2))
     of_tag = {tag: [r for r in prompts("train") if r["tag"] == tag] for tag in TAGS}
     made = []
@@ -178,7 +183,9 @@ def base_rows(n: int, seed: int) -> list[dict]:
         flaw = {name: rng.random() < chance for name, chance in FLAWS.items()}
         shown = same_tag[rng.integers(len(same_tag))] if flaw["wrong caption"] else row
         grid = scene(shown["include"], rng, flaw["distractor"])
-        made.append({"prompt": "" if flaw["prompt dropped"] else row["prompt"], "completion": render(grid, rng)})
+        made.append(
+            {"prompt": "" if flaw["prompt dropped"] else row["prompt"], "completion": render(grid, rng)}
+        )
     return made
 
 

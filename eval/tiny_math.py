@@ -1,9 +1,11 @@
-"""tiny-math: word problems over the numbers 0-9, worked out step by step. In the role of GSM8K; exact reward, no download.
+"""tiny-math: word problems over the numbers 0-9, worked out step by step. In the role of GSM8K; exact reward,
+no download.
 
     ann has 3 pears gets 4 loses 2 ?   ->   3 + 4 = 7 ; 7 - 2 = 5 ; answer 5
 
-A problem (numbers and operations, names aside) belongs to train or test by its hash, so that the two are disjoint. The
-base model learns from ``base_rows``, where part of the solutions make systematic slips: what it has to unlearn by reward.
+A problem (numbers and operations, names aside) belongs to train or test by its hash, so that the two are
+disjoint. The base model learns from ``base_rows``, where part of the solutions make systematic slips: what it
+has to unlearn by reward.
 """
 
 import hashlib
@@ -91,7 +93,8 @@ def base_rows(n: int, seed: int) -> list[dict]:
 
 
 def reward(rows: list[dict], completions: list[str]) -> dict[str, np.ndarray]:
-    """correct: the completion ends with "answer N" and N is right; format: steps, then the answer, nothing else."""
+    """correct: the completion ends with "answer N" and N is right; format: steps, then the answer, nothing
+    else."""
     correct = [c.split()[-2:] == ["answer", r["answer"]] for r, c in zip(rows, completions, strict=True)]
     layout = re.compile(rf"(?:{STEP.pattern} )+answer \d")
     return {

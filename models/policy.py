@@ -84,12 +84,12 @@ class Policy(nn.Module):
         null: Prompt | None = None,
         cfg: float = 0.0,
     ) -> Tensor:
-        """Logits [N, K] float32 at the N positions of ``where`` [B, L] (None: all), or with ``target`` x_0 [B, L]
-        their log p(x_0 | x_t) [N] float32.
+        """Logits [N, K] float32 at the N positions of ``where`` [B, L] (None: all), or with ``target`` x_0
+        [B, L] their log p(x_0 | x_t) [N] float32.
 
-        With cfg w != 0 both are of the guided distribution, logits (1 + w) cond - w uncond, whose unconditional
-        rows are ``null`` with the same x_t; gradients flow through both. The head is called even for N = 0, so
-        that every rank of a sharded model makes the same calls.
+        With cfg w != 0 both are of the guided distribution, logits (1 + w) cond - w uncond, whose
+        unconditional rows are ``null`` with the same x_t; gradients flow through both. The head is called
+        even for N = 0, so that every rank of a sharded model makes the same calls.
         """
         guided = cfg != 0.0
         if guided:

@@ -1,27 +1,34 @@
-"""The built-in policies: the classes of the 8B models with small configurations, for the two worlds of eval/tiny_*.py."""
+"""The built-in policies: the classes of the 8B models with small configurations, for the two worlds of
+eval/tiny_*.py."""
 
 import torch
 from torch import Tensor, nn
 
 from models.policy import Policy
 
-SIZE = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4)
+SIZE = dict(
+    hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4
+)
 TEXT_SPECIAL = ("<end>", "<mask>")
 IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>")
 VARIANTS = 8  # near-equal patches of each colour: codebook size / 6
 
 
 class Patches(nn.Module):
-    """The image tokenizer of tiny-geneval: code c is a 16 px patch of palette colour c // variants, in a slightly
-    different shade for each variant. ``codebook`` [K, 3]: the shades, centred."""
+    """The image tokenizer of tiny-geneval: code c is a 16 px patch of palette colour c // variants, in a
+    slightly different shade for each variant. ``codebook`` [K, 3]: the shades, centred."""
 
     def __init__(self, variants: int = VARIANTS):
         super().__init__()
         from eval.tiny_geneval import PALETTE, PATCH, SIDE
 
         self.side, self.patch, self.source = SIDE, PATCH, f"tiny:{variants}"
-        shade = torch.rand(len(PALETTE) * variants, 3, generator=torch.Generator().manual_seed(variants)) * 16 - 8
-        colours = torch.tensor(list(PALETTE.values()), dtype=torch.float32).repeat_interleave(variants, 0) + shade
+        shade = (
+            torch.rand(len(PALETTE) * variants, 3, generator=torch.Generator().manual_seed(variants)) * 16 - 8
+        )
+        colours = (
+            torch.tensor(list(PALETTE.values()), dtype=torch.float32).repeat_interleave(variants, 0) + shade
+        )
         self.register_buffer("colours", colours.round().clamp(0, 255), persistent=False)
         self.register_buffer("codebook", self.colours / 255 - 0.5, persistent=False)
 
@@ -52,7 +59,11 @@ def tokenizer(words: tuple[str, ...], special: tuple[str, ...]):
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast.add_special_tokens(list(special))
     return PreTrainedTokenizerFast(
-        tokenizer_object=fast, pad_token=special[0], eos_token="<end>", mask_token="<mask>", clean_up_tokenization_spaces=False
+        tokenizer_object=fast,
+        pad_token=special[0],
+        eos_token="<end>",
+        mask_token="<mask>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -61,7 +72,12 @@ def llama(vocab_size: int, seed: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=vocab_size, max_position_embeddings=128, is_causal=False, tie_word_embeddings=False, **SIZE
+        vocab_size=vocab_size,
+        max_position_embeddings=128,
+        initializer_range=0.08,
+        is_causal=False,
+        tie_word_embeddings=False,
+        **SIZE,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # transformers initialises from the global generator; its state is restored
@@ -99,4 +115,6 @@ def build(task: str, seed: int = 0, variants: int = VARIANTS) -> Policy:
             image_offset=len(text),
             max_text=12,
         )
-    raise ValueError(f"--model tiny: there is no built-in model for --task {task}, only for tiny-math and tiny-geneval")
+    raise ValueError(
+        f"--model tiny: there is no built-in model for --task {task}, only for tiny-math and tiny-geneval"
+    )

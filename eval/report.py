@@ -1,0 +1,137 @@
+"""Curves and tables of runs: ``python -m eval.report runs/a_s0 runs/a_s1 runs/b_s0``.
+
+Runs that differ in the seed alone are one line, with a band from the lowest to the highest seed.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+NOT_COMPARED = {"seed", "out", "track", "dry_run", "resume"}  # flags in which runs of one line may differ
+
+
+def read(run: Path) -> tuple[dict, list[dict], list[dict]]:
+    """(config, metrics, scores) of a run directory; ValueError where it holds none."""
+    if not (run / "config.json").exists():
+        raise ValueError(f"{run}: no run in there (config.json is missing)")
+    lines = [
+        [json.loads(line) for line in (run / name).read_text().splitlines()] if (run / name).exists() else []
+        for name in ("metrics.jsonl", "eval.jsonl")
+    ]
+    return json.loads((run / "config.json").read_text()), *lines
+
+
+def groups(runs: list[Path]) -> dict[str, list[Path]]:
+    """Runs that differ in the seed alone, under a name made of the flags in which the groups differ."""
+    configs = {run: {k: v for k, v in read(run)[0].items() if k not in NOT_COMPARED} for run in runs}
+    differing = sorted(
+        k
+        for k in {k for c in configs.values() for k in c}
+        if len({json.dumps(c.get(k)) for c in configs.values()}) > 1
+    )
+    named = {}
+    for run, config in configs.items():
+        name = ", ".join(f"{k.replace('_', '-')} {config.get(k)}" for k in differing) or config["name"]
+        named.setdefault(name, []).append(run)
+    return named
+
+
+def series(runs: list[Path], key: str, mode: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(steps [n], values [runs, n]) of a metric, or with ``mode`` of the scores in eval.jsonl, at the steps
+    all runs have."""
+    tables = []
+    for run in runs:
+        _, metrics, scores = read(run)
+        rows = [r for r in scores if r["mode"] == mode] if mode else metrics
+        tables.append({r["step"]: r[key] for r in rows if key in r})
+    steps = sorted(set.intersection(*(set(t) for t in tables)))
+    return np.array(steps), np.array([[t[s] for s in steps] for t in tables])
+
+
+def draw(named: dict[str, list[Path]], path: Path) -> None:
+    """Reward, KL and held-out score against iterations, a line a group, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = [
+        ("reward/mean", None, "reward, rollouts"),
+        ("score", "sampled", "score, held out, sampled"),
+        ("kl", None, "KL to reference"),
+    ]
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.4))
+    for axis, (key, mode, title) in zip(axes, panels, strict=True):
+        for name, runs in named.items():
+            steps, values = series(runs, key, mode)
+            if len(steps):
+                (line,) = axis.plot(
+                    steps, values.mean(0), label=name, marker="o" if mode else None, markersize=3
+                )
+                axis.fill_between(
+                    steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, linewidth=0
+                )
+        if mode is None and key != "kl" and len(named) == 1:
+            steps, values = series(next(iter(named.values())), "score", "greedy")
+            axis.plot(
+                steps,
+                values.mean(0),
+                color="tab:green",
+                marker="s",
+                markersize=3,
+                label="score, held out, greedy",
+            )
+            axis.legend(fontsize=7, frameon=False)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("iteration")
+        axis.grid(alpha=0.25)
+    if len(named) > 1:
+        axes[1].legend(fontsize=7, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def table(named: dict[str, list[Path]]) -> str:
+    """Markdown: score of the base and after, sampled and greedy, mean and range over seeds; last KL."""
+    lines = ["| run | seeds | sampled | greedy | KL at the end |", "|---|---|---|---|---|"]
+    for name, runs in named.items():
+        cells = []
+        for mode in ("sampled", "greedy"):
+            steps, values = series(runs, "score", mode)
+            cells.append(f"{spread(values[:, 0])} -> {spread(values[:, -1])}" if len(steps) else "-")
+        steps, kl = series(runs, "kl")
+        lines.append(
+            f"| {name} | {len(runs)} | {' | '.join(cells)} | {kl[:, -1].mean():.4f} |"
+            if len(steps)
+            else f"| {name} | {len(runs)} | {' | '.join(cells)} | - |"
+        )
+    return "\n".join(lines)
+
+
+def spread(values: np.ndarray) -> str:
+    mean = f"{values.mean():.3f}"
+    return mean if len(values) == 1 else f"{mean} ({values.min():.3f}-{values.max():.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        "eval.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    parser.add_argument("--out", type=Path, default=Path("curve.png"), help="the picture to write")
+    args = parser.parse_args()
+    try:
+        named = groups(args.runs)
+    except ValueError as error:
+        sys.exit(str(error))
+    print(table(named))
+    draw(named, args.out)
+    print(f"curves: {args.out}")
+
+
+if __name__ == "__main__":
+    main()
