@@ -49,7 +49,7 @@ class LlamaPolicy(Policy):
         """transformers' layout (config, safetensors, tokenizer) and policy.json; ``state`` is the
         backbone's gathered state dict, where its own parameters are sharded."""
         path = Path(path)
-        self.backbone.save_pretrained(path, state_dict=state)
+        self.backbone.save_pretrained(path, state_dict=state and dict(state))  # it empties what it is given
         self.tokenizer.save_pretrained(path)
         (path / "policy.json").write_text(json.dumps(self.settings(), indent=1))
 

@@ -1,5 +1,6 @@
 """LLaDA: logits against the recorded ones, padding, texts, checkpoints in both layouts."""
 
+import copy
 import json
 
 import pytest
@@ -323,3 +324,25 @@ def test_a_config_of_another_network_is_refused(tmp_path, change, message):
     path = released_standins.llada(tmp_path, config=released_standins.LLADA | change, weights={})
     with pytest.raises(ValueError, match=message):
         models.load(path)
+
+
+def test_save_takes_gathered_weights_and_leaves_them_be(tmp_path, policy):
+    state = {name: t + 1 for name, t in policy.backbone.state_dict().items()}
+    names = set(state)
+    policy.save(tmp_path / "ours", state=state)
+    policy.export_llada(tmp_path / "back", state=state)
+    assert set(state) == names
+    for path in ("ours", "back"):
+        saved = models.load(tmp_path / path).backbone.state_dict()
+        assert all(torch.equal(saved[name], state[name]) for name in names)
+
+
+def test_a_copy_of_a_checkpointed_policy_computes_with_its_own_weights(policy, batch):
+    policy.gradient_checkpointing()
+    reference = copy.deepcopy(policy)
+    before = policy(*batch)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(1.5)
+    torch.testing.assert_close(policy(*batch), before, rtol=0, atol=0)
+    assert (reference(*batch) - before).abs().max() > 1e-2
