@@ -58,6 +58,9 @@ class RewardClient:
         self._http = httpx.Client(
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             headers={"Authorization": f"Bearer {token}"} if token else {},
+            # A connection of its own for each request: from a shared pool, httpx (0.28) may close the socket that
+            # another thread has just been given.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,  # a proxy for the internet does not know the machines of a cluster
         )
         self._turn = itertools.count()

@@ -30,6 +30,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+HTTP = httpx.Client(timeout=20, trust_env=False)
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "open-sesame"
 MAX_BODY, MAX_PIXELS, MAX_BATCH = 200_000, 10_000, 8
@@ -191,8 +192,10 @@ def test_kill_9_in_the_middle_loses_and_mixes_no_answer(tmp_path):
             for _ in range(40):
                 answered.acquire()
             pair[0].kill()
+            killed = time.monotonic()
             assert not all(future.done() for future in asked)
             assert all(future.result() for future in asked)
+            assert time.monotonic() - killed < 15  # none waits for its time-out of 20 s
         pair[1].kill()
         with pytest.raises(RewardServersDown, match="^--reward echo: no reward server answers [^\n]*$"):
             echo([{"prompt": "1"}], ["x"])
@@ -281,7 +284,7 @@ def test_pictures_of_the_allowed_size_are_scored(servers):
 def test_wrong_token_is_refused(servers, token):
     headers = {} if token is None else {"Authorization": f"Bearer {token}".encode()}
     for method, path in (("POST", "/echo"), ("GET", "/health")):
-        answer = httpx.request(method, servers[0].url + path, headers=headers, trust_env=False)
+        answer = HTTP.request(method, servers[0].url + path, headers=headers)
         assert answer.status_code == 401 and "token" in answer.json()["error"]
     with pytest.raises(RewardServersDown, match="status 401, wrong or no token"):
         client(servers, "echo", token="wrong")
@@ -301,7 +304,7 @@ def test_server_listens_on_the_loopback_address_only(servers):
 def test_health_names_rewards_and_versions(servers):
     """Report row M7: the pins of a reward's environment are told."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    answer = httpx.get(f"{servers[0].url}/health", headers=headers, trust_env=False).json()
+    answer = HTTP.get(f"{servers[0].url}/health", headers=headers).json()
     assert answer["status"] == "ok" and answer["rewards"] == ["echo", "moods", "short", "mean"]
     assert answer["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
