@@ -55,6 +55,9 @@ class MMaDA(LlamaPolicy):
         max_text: int = 256,
     ) -> None:
         super().__init__(backbone, tokenizer)
+        rows = backbone.config.vocab_size
+        if image_offset + codebook_size > rows:
+            raise ValueError(f"{codebook_size} image codes from row {image_offset} on, but only {rows} rows")
         # not a submodule: the image tokenizer is neither trained, nor sharded, nor saved with the policy
         self.__dict__["vq"] = vq
         self.codebook = getattr(vq, "codebook", None)

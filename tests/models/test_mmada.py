@@ -74,6 +74,7 @@ def laid_out(case, backbone) -> MMaDA:
         "pad_id": "[iPAD]",
     }
     ids = {keyword: next(i for key, i in ids.items() if name in key) for keyword, name in named.items()}
+    backbone.config.vocab_size = 126349 + K  # only the layout is looked at
     return MMaDA(
         backbone,
         Blanks(case["word_base"]),
@@ -201,6 +202,10 @@ def test_a_checkpoint_without_image_tokens_is_refused(tmp_path):
     config = {k: v for k, v in released_standins.MMADA.items() if k != "num_vq_tokens"}
     with pytest.raises(ValueError, match="num_vq_tokens missing"):
         models.load(released_standins.mmada(tmp_path / "a", config=config))
+    with pytest.raises(ValueError, match="128 image codes from row 190 on, but only 264 rows"):
+        models.load(
+            released_standins.mmada(tmp_path / "c", config=released_standins.MMADA | {"codebook_size": 128})
+        )
     ids = {name: i for name, i in released_standins.MMADA_IDS.items() if name != "<|reserved_token_0|>"}
     words = released_standins.tokenizer(ids, 190)
     with pytest.raises(ValueError, match=r"no <\|soi\|> or <\|reserved_token_0\|>"):
