@@ -67,7 +67,8 @@ class URSA(LlamaPolicy):
     def hidden(self, prompt: Prompt, x_t: Tensor) -> Tensor:
         bov = x_t.new_full((len(x_t), 1), self.bov_id)
         ids = torch.cat([prompt.ids, bov, x_t + self.text_vocab], 1)
-        return self.trunk(ids, torch.ones_like(ids, dtype=torch.bool))[:, -1 - x_t.shape[1] : -1]
+        states = self.backbone.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        return states[:, -1 - x_t.shape[1] : -1]
 
     def head(self, h: Tensor) -> Tensor:
         return self.backbone.get_output_embeddings()(h)
@@ -136,6 +137,7 @@ class URSA(LlamaPolicy):
             scheduler = {name: self.path_settings.get(name) for name in ("alpha", "c", "shift")}
             scheduler |= {"_class_name": "KineticOptimalScheduler"}
             (path / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler, indent=1))
+        if self.codebook is not None:
             torch.save({"path.emb": self.codebook.cpu()}, path / "scheduler/scheduler_model.pth")
         (path / "model_index.json").write_text(json.dumps({"_class_name": "URSAPipeline"}))
         (path / "policy.json").write_text(json.dumps(settings, indent=1))

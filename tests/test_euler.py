@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from common import MetricPath, MixturePath
 from models.policy import Prompt
-from samplers import draw, euler, euler_times
+from samplers import draw, euler, euler_times, sample
 
 GOLDEN = Path(__file__).parent / "golden"
 K = 8
@@ -121,7 +121,7 @@ def test_instantaneous_metric_rate_wastes_the_first_step():
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 def test_trajectory_is_exactly_what_the_model_was_fed(path):
-    """C10: one entry a model call, the last step included; a replay gives the rollout's log-probabilities."""
+    """C10: one entry a model call, the last step included, at the time that the jumps used."""
     model = a_model(20)
     out = euler(model, prompts(3), generators(3), steps=4, shift=3.0, path=path, keep_trajectory=True)
     assert len(out.trajectory) == len(model.fed) == 4
@@ -141,6 +141,16 @@ def test_a_row_does_not_depend_on_its_batch(path):
     alone = euler(a_model(20), prompts(1), generators(3)[2:], steps=5, path=path).x_0
     assert torch.equal(whole[2:], alone)
     assert not torch.equal(whole[0], whole[1])
+
+
+def test_settings_reach_the_sampler():
+    """``sample`` is what rollout and evaluation call."""
+    settings = dict(sampler="euler", steps=4, temperature=1.0, cfg=0.0, cfg_until=1.0)
+    settings |= dict(path=PATHS["metric"], shift=3.0, rate="instantaneous")
+    model = a_model(20)
+    out = sample(model, prompts(2), generators(2), settings)
+    options = dict(steps=4, path=PATHS["metric"], shift=3.0, rate="instantaneous")
+    assert torch.equal(out.x_0, euler(a_model(20), prompts(2), generators(2), **options).x_0)
 
 
 def test_guidance_stops_at_cfg_until():

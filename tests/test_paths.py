@@ -136,16 +136,24 @@ def test_a_mixture_token_jumps_with_the_exact_probability():
 
 
 def test_large_vocabularies_are_drawn_in_chunks(monkeypatch, paths):
-    """The chunk is a matter of memory only."""
+    """No more than CHUNK probabilities are alive, and the draws are the same."""
     g = torch.Generator().manual_seed(1)
     x_t, x_1 = torch.randint(K, (2, 4, 9), generator=g)
     u = torch.rand(2, 4, 9, generator=g, dtype=torch.float64)
     t = torch.tensor([0.1, 0.3, 0.5, 0.7])
     whole = [(p.corrupt(x_1, t, u[0]), p.jump(x_t, x_1, 0.3, 0.5, u)) for p in paths]
     monkeypatch.setattr("common.CHUNK", 3 * K)
+    sizes, probability = [], MetricPath.probability
+
+    def record(self, x, t):
+        sizes.append(x.numel())
+        return probability(self, x, t)
+
+    monkeypatch.setattr(MetricPath, "probability", record)
     for path, (x, y) in zip(paths, whole, strict=True):
         assert torch.equal(path.corrupt(x_1, t, u[0]), x)
         assert torch.equal(path.jump(x_t, x_1, 0.3, 0.5, u), y)
+    assert max(sizes) == 3
 
 
 def test_training_times_equal_the_public_ones():

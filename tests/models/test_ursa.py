@@ -179,6 +179,8 @@ def test_released_checkpoint_without_our_file(ursa, tmp_path):
     assert (again.bov_id, again.text_vocab, again.text_length, again.length) == (290, 300, 320, 25)
     assert torch.equal(again.codebook, ursa.codebook)
     assert again.vq.stride == 2
+    images = again.decode(torch.zeros(1, 25, dtype=torch.long))
+    assert images.shape == (1, 3, 10, 10) and again.respond(images).shape == (1, 25)
 
 
 def test_path_settings_are_never_guessed(tmp_path):
