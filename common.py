@@ -217,7 +217,7 @@ def uniform_path(
     absent = [name for name in needed if known.get(name) is None]
     if absent:
         raise ValueError(
-            f"the checkpoint has no scheduler file that says {', '.join(absent)} of its path: "
+            f"no scheduler file of the checkpoint gives {', '.join(absent)}: "
             "give --path, --shift and, for metric, --path-alpha and --path-c"
         )
     if kind == "mixture":
