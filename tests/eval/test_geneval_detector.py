@@ -1,10 +1,12 @@
 """GenEval's eyes: tiny random models of the released architectures, exact checks of what surrounds them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from tiny_rewards import redraw, save_tokenizer
 
 from eval.geneval_detector import (
     ClipColors,
@@ -20,8 +22,12 @@ from eval.geneval_rule import CLASSES, COLORS, Detection
 def detector_path(tmp_path_factory):
     """A random Mask2Former on Swin with 80 classes, 115,000 weights."""
     pytest.importorskip("scipy")
-    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
-    from transformers.models.mask2former.image_processing_pil_mask2former import Mask2FormerImageProcessorPil
+    from transformers import (
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+        Mask2FormerImageProcessorPil,
+        SwinConfig,
+    )
 
     stages = ["stage1", "stage2", "stage3", "stage4"]
     backbone = SwinConfig(
@@ -41,27 +47,18 @@ def detector_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clip_path(tmp_path_factory):
-    """A random CLIP whose tokenizer spells every word in letters."""
-    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    """A random CLIP with as many text positions as the released one."""
+    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
-    letters = [chr(c) for c in range(33, 127)]
-    pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(c + "</w>" for c in letters)]
-    tokenizer = CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[])
+    path = tmp_path_factory.mktemp("clip")
+    save_tokenizer(path, ends=True)
     width = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    text = dict(
-        vocab_size=len(pieces), max_position_embeddings=77, bos_token_id=0, eos_token_id=1, pad_token_id=1
-    )
+    text = dict(vocab_size=263, max_position_embeddings=77, eos_token_id=256)
     vision = dict(image_size=32, patch_size=8)
     config = CLIPConfig(text_config=width | text, vision_config=width | vision, projection_dim=8)
-    path = tmp_path_factory.mktemp("clip")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        CLIPModel(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(
-        path
-    )
+    redraw(CLIPModel(config)).save_pretrained(path)
+    pixels = {"height": 32, "width": 32}
+    CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=pixels).save_pretrained(path)
     return path
 
 
@@ -135,20 +132,24 @@ def test_an_absent_checkpoint_is_one_sentence(tmp_path):
         ClipColors(str(tmp_path))
 
 
-def boxes(n):
-    return [Detection("cup", 0.9, (4 * i, 3, 4 * i + 30, 60)) for i in range(n)]
+def painted():
+    """A picture of twelve patches of one colour each, and the detections of these."""
+    noise = torch.randint(0, 256, (3, 3, 4), generator=torch.Generator().manual_seed(0))
+    image = noise.repeat_interleave(20, 1).repeat_interleave(24, 2).byte()
+    corners = [(24 * x, 20 * y) for y in range(3) for x in range(4)]
+    return image, [Detection("cup", 0.9, (x, y, x + 24, y + 20)) for x, y in corners]
 
 
 def test_colours_of_several_objects_are_those_of_each_alone(clip_path):
-    colors, [image] = ClipColors(str(clip_path)), pictures(1)
-    together = colors(image, boxes(5))
-    assert together == [colors(image, [d])[0] for d in boxes(5)]
-    assert set(together) <= set(COLORS)
+    colors, (image, cups) = ClipColors(str(clip_path)), painted()
+    together = colors(image, cups)
+    assert together == [colors(image, [d])[0] for d in cups]
+    assert len(set(together)) > 1 and set(together) <= set(COLORS)
 
 
 def test_colour_is_the_nearest_mean_of_three_captions(clip_path):
-    """Spelled out for one object: unit vectors, mean over templates, unit again, largest cosine."""
-    colors, [image] = ClipColors(str(clip_path)), pictures(1)
+    """Spelled out: unit vectors, mean over templates, unit again, largest cosine."""
+    colors, (image, cups) = ClipColors(str(clip_path)), painted()
     captions = "a photo of a {c} tv remote", "a photo of a {c}-colored tv remote", "a photo of a {c} object"
     anchors = []
     for color in COLORS:
@@ -158,11 +159,12 @@ def test_colour_is_the_nearest_mean_of_three_captions(clip_path):
         anchors.append(torch.stack([v / v.norm() for v in vectors]).mean(0))
     anchors = torch.stack([a / a.norm() for a in anchors])
     torch.testing.assert_close(colors._colors_of("tv remote"), anchors, atol=1e-5, rtol=0)
-    remote = Detection("tv remote", 0.9, (10, 10, 60, 50))
-    pixels = colors.processor([crop(image, remote)], return_tensors="pt")["pixel_values"]
-    with torch.no_grad():
-        z = colors.model.get_image_features(pixel_values=pixels).pooler_output[0]
-    assert colors(image, [remote]) == [COLORS[torch.cosine_similarity(anchors, z[None]).argmax()]]
+    remotes = [replace(cup, name="tv remote") for cup in cups]
+    for remote, color in zip(remotes, colors(image, remotes), strict=True):
+        pixels = colors.processor([crop(image, remote)], return_tensors="pt")["pixel_values"]
+        with torch.no_grad():
+            z = colors.model.get_image_features(pixel_values=pixels).pooler_output[0]
+        assert color == COLORS[torch.cosine_similarity(anchors, z[None]).argmax()]
 
 
 def test_crop_paints_what_is_not_the_object_grey():
