@@ -58,8 +58,8 @@ class RewardClient:
         self._http = httpx.Client(
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            # A connection of its own for each request: from a shared pool, httpx (0.28) may close the socket that
-            # another thread has just been given.
+            # A new connection for each request: httpx 0.28 may close an idle one of its pool that another
+            # thread has just been given.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,  # a proxy for the internet does not know the machines of a cluster
         )

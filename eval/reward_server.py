@@ -21,6 +21,7 @@ import platform
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+from eval.reward_client import RewardServersDown
 from eval.rewards import Score, as_scores, load_reward, short_name
 
 MAX_QUEUE = 256  # requests that wait for a reward
@@ -34,8 +35,8 @@ class Batcher:
         self.queue: asyncio.Queue = asyncio.Queue(MAX_QUEUE)  # of (rows, completions, future of the answer)
         self.thread = ThreadPoolExecutor(1)
 
-    async def answer(self, rows: list[dict], completions: list) -> dict[str, list] | str:
-        """{component: n floats or None}, or the reason why there are none. Raises asyncio.QueueFull."""
+    async def answer(self, rows: list[dict], completions: list) -> dict[str, list] | BaseException:
+        """{component: n floats or None}, or what the reward raised. Raises asyncio.QueueFull."""
         future = asyncio.get_running_loop().create_future()
         self.queue.put_nowait((rows, completions, future))
         return await future
@@ -62,7 +63,7 @@ class Batcher:
         while self._size(batch) < self.max_batch and not self.queue.empty():
             batch.append(self.queue.get_nowait())
 
-    def _answers(self, batch: list[tuple[list[dict], list]]) -> list[dict[str, list] | str]:
+    def _answers(self, batch: list[tuple[list[dict], list]]) -> list[dict[str, list] | BaseException]:
         rows = [row for request in batch for row in request[0]]
         completions = [completion for request in batch for completion in request[1]]
         try:
@@ -70,7 +71,7 @@ class Batcher:
         except BaseException as error:  # also SystemExit: no reward may end the server
             if len(batch) > 1:  # the fault of one request is not the others'
                 return [self._answers([request])[0] for request in batch]
-            return [f"{type(error).__name__}: {error}"]
+            return [error]
         answers, start = [], 0
         for request_rows, _ in batch:
             stop = start + len(request_rows)
@@ -220,8 +221,10 @@ def create_app(
             raise HTTPException(400, str(error)) from None
         except asyncio.QueueFull:
             raise HTTPException(503, f"more than {MAX_QUEUE} requests wait; try again later") from None
-        if isinstance(answer, str):
-            return JSONResponse({"id": request_id, "error": answer}, 500)
+        if isinstance(answer, BaseException):
+            # A judge behind this server that is down may be up behind another one.
+            status = 503 if isinstance(answer, RewardServersDown) else 500
+            return JSONResponse({"id": request_id, "error": f"{type(answer).__name__}: {answer}"}, status)
         return {"id": request_id, "scores": answer}
 
     return app

@@ -128,7 +128,7 @@ class Rewards:
         self.weights: dict[str, float] = {}  # component -> weight
         # Name, function, and which of its answers must be there as which component.
         self._sources: list[tuple[str, Score, dict[str, str]]] = [("task", task.reward, {c: c for c in own})]
-        self._seen: dict[str, None] = {}
+        self._extra: set[str] = set()  # components seen beyond these
         self._warned: set[str] = set()
         for name, weight in named.items():
             if name in own:
@@ -153,21 +153,19 @@ class Rewards:
     def components(self, rows: list[dict], completions: list) -> dict[str, np.ndarray]:
         """Every component, float64 [n], n = len(rows) = len(completions).
 
-        The named ones and those of the task's weights are always there, also for n = 0.
+        The named ones and those of the task's weights are always there, also for n = 0, and stand first, in one
+        order; the others follow by name.
         """
         n = len(rows)
         if n != len(completions):
             raise ValueError(f"{n} rows for {len(completions)} completions")
-        found: dict[str, np.ndarray] = {}
+        found, extra = {}, {}
         for name, score, wanted in self._sources:
-            found.update({component: np.zeros(n) for component in wanted.values()})
-            for key, values in self._answer(name, score, wanted, rows, completions).items():
-                if key in wanted:
-                    found[wanted[key]] = values
-                else:
-                    found.setdefault(key, values)
-        self._seen.update(dict.fromkeys(found))
-        return {key: found.get(key, np.zeros(n)) for key in self._seen}
+            scores = self._answer(name, score, wanted, rows, completions)
+            found.update({component: scores.pop(key, np.zeros(n)) for key, component in wanted.items()})
+            extra.update(scores)
+        self._extra = (self._extra | extra.keys()) - found.keys()
+        return found | {key: extra.get(key, np.zeros(n)) for key in sorted(self._extra)}
 
     def _answer(
         self, name: str, score: Score, wanted: dict[str, str], rows: list[dict], completions: list

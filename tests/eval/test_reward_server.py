@@ -30,13 +30,14 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-HTTP = httpx.Client(timeout=20, trust_env=False)
+HTTP = httpx.Client(timeout=20, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "open-sesame"
 MAX_BODY, MAX_PIXELS, MAX_BATCH = 200_000, 10_000, 8
 LIMITS = ["--max-body", str(MAX_BODY), "--max-pixels", str(MAX_PIXELS), "--max-batch", str(MAX_BATCH)]
 GIVEN = """
 import sys, time
+from eval.reward_client import RewardServersDown
 
 def echo(rows, completions):  # a number that no other request has, and how many were scored with it
     time.sleep(0.005)
@@ -47,6 +48,8 @@ def moods(rows, completions):
         raise TypeError("no mood today")
     if "exit" in completions:
         sys.exit(3)
+    if "down" in completions:
+        raise RewardServersDown("no judge answers")
     return {"moods": [{"none": None, "nan": float("nan")}.get(mood, 1.0) for mood in completions]}
 
 def short(rows, completions):
@@ -337,6 +340,12 @@ def test_a_raising_reward_is_a_500_with_the_reason_and_the_server_lives(servers,
     status, answer = post(servers[0], path, question(completion))
     assert status == 500 and reason in answer["error"] and answer["id"] == "q"
     assert alive(servers[0])
+
+
+def test_a_judge_that_is_down_behind_a_server_is_a_server_down(servers):
+    assert post(servers[0], "/moods", question("down"))[0] == 503
+    with pytest.raises(RewardServersDown, match="no judge answers"):
+        client(servers, "moods", retries=0)([{"prompt": "p"}], ["down"])
 
 
 def test_the_fault_of_one_request_does_not_reach_those_of_its_batch(servers):
