@@ -78,6 +78,61 @@ def save_clip(directory: Path) -> str:
     return str(directory)
 
 
+VLM_TEXT = dict(
+    vocab_size=263,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    pad_token_id=256,
+    bos_token_id=None,
+    eos_token_id=258,
+)
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+VLM_IDS = dict(image_token_id=261, video_token_id=262, vision_start_token_id=259, vision_end_token_id=260)
+
+
+def tiny_vlm(kind: str):
+    """A tiny Qwen2-VL, Qwen2.5-VL or LLaVA-OneVision by its model type, and its image processor."""
+    import transformers as t
+
+    small = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+    if kind == "qwen2_vl":
+        vision = dict(depth=1, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2)
+        config = t.Qwen2VLConfig(
+            text_config=dict(VLM_TEXT, rope_parameters=MROPE), vision_config=vision, **VLM_IDS
+        )
+        return t.Qwen2VLForConditionalGeneration(config), t.Qwen2VLImageProcessorPil(size=small)
+    if kind == "qwen2_5_vl":
+        vision = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=32)
+        config = t.Qwen2_5_VLConfig(
+            text_config=dict(VLM_TEXT, rope_parameters=MROPE), vision_config=vision, **VLM_IDS
+        )
+        return t.Qwen2_5_VLForConditionalGeneration(config), t.Qwen2VLImageProcessorPil(size=small)
+    vision = dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=64, image_size=28)
+    vision |= dict(num_hidden_layers=2, num_attention_heads=2, patch_size=14, vision_use_head=False)
+    grid = [[28, 28], [28, 56], [56, 28]]
+    config = t.LlavaOnevisionConfig(
+        text_config=dict(VLM_TEXT, model_type="qwen2"),
+        vision_config=vision,
+        image_token_index=261,
+        video_token_index=262,
+        image_grid_pinpoints=grid,
+    )
+    processor = t.LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, image_grid_pinpoints=grid)
+    return t.LlavaOnevisionForConditionalGeneration(config), processor
+
+
+def save_vlm(directory: Path, kind: str) -> str:
+    """The tiny model of a kind, its tokenizer and its image processor -> the directory."""
+    save_tokenizer(directory)
+    model, processor = tiny_vlm(kind)
+    redraw(model).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return str(directory)
+
+
 def redraw(model, seed: int = 0):
     """The model with weights that are large enough for scores to differ."""
     model.load_state_dict(random_weights({name: v.shape for name, v in model.state_dict().items()}, seed))
