@@ -26,9 +26,7 @@ CHATML = (
 )
 
 
-def save_tokenizer(
-    directory: Path, specials=SPECIALS, chat_template: str | None = CHATML, ends: bool = False
-):
+def save_tokenizer(directory: Path, chat_template: str | None = CHATML, ends: bool = False):
     """A tokenizer of bytes, its special tokens from 256 on; ends: <|endoftext|> closes each text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -37,13 +35,13 @@ def save_tokenizer(
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(specials))
+    backend.add_special_tokens(list(SPECIALS))
     if ends:
         backend.post_processor = processors.TemplateProcessing(
             single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 256)]
         )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|endoftext|>", additional_special_tokens=list(specials)
+        tokenizer_object=backend, pad_token="<|endoftext|>", additional_special_tokens=list(SPECIALS)
     )
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)
@@ -94,7 +92,7 @@ VLM_IDS = dict(image_token_id=261, video_token_id=262, vision_start_token_id=259
 
 
 def tiny_vlm(kind: str):
-    """A tiny Qwen2-VL, Qwen2.5-VL or LLaVA-OneVision by its model type, and its image processor."""
+    """A tiny model of a model type, and its image processor."""
     import transformers as t
 
     small = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
@@ -110,6 +108,12 @@ def tiny_vlm(kind: str):
             text_config=dict(VLM_TEXT, rope_parameters=MROPE), vision_config=vision, **VLM_IDS
         )
         return t.Qwen2_5_VLForConditionalGeneration(config), t.Qwen2VLImageProcessorPil(size=small)
+    if kind == "qwen3_vl":
+        vision = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=32)
+        vision |= dict(patch_size=14, num_position_embeddings=16, deepstack_visual_indexes=[0])
+        text = dict(VLM_TEXT, rope_parameters=MROPE, head_dim=16)
+        config = t.Qwen3VLConfig(text_config=text, vision_config=vision, **VLM_IDS)
+        return t.Qwen3VLForConditionalGeneration(config), t.Qwen2VLImageProcessorPil(size=small)
     vision = dict(model_type="siglip_vision_model", hidden_size=32, intermediate_size=64, image_size=28)
     vision |= dict(num_hidden_layers=2, num_attention_heads=2, patch_size=14, vision_use_head=False)
     grid = [[28, 28], [28, 56], [56, 28]]

@@ -10,7 +10,7 @@ PICTURES = pil_images(
 )
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "llava_onevision"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision"])
 def checkpoint(request, tmp_path_factory):
     return save_vlm(tmp_path_factory.mktemp(request.param), request.param)
 
