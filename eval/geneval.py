@@ -79,16 +79,16 @@ def load_models(device: str, detector: str | None = None, clip: str | None = Non
 
     SystemExit where they cannot be had: an exception would count as a bad picture and let the run go on.
     """
-    from eval import geneval_detector as found
+    from eval import geneval_detector as eyes
 
     try:
         models = (
-            found.Mask2Former(detector or found.DETECTOR, device),
-            found.ClipColors(clip or found.CLIP, device),
+            eyes.Mask2Former(detector or eyes.DETECTOR, device),
+            eyes.ClipColors(clip or eyes.CLIP, device),
         )
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(f"geneval: the detector or CLIP cannot be loaded: {error}") from error
-    found.check_sanity(models[0])
+    eyes.check_sanity(models[0])
     return models
 
 
@@ -108,20 +108,24 @@ def verdicts(
     """One for each picture (uint8 [3, H, W]), in order; detector and colours as in ``geneval_detector``."""
     found = []
     lowest = min(rule.threshold, rule.counting_threshold)
-    for start in range(0, len(images), batch):
-        part = images[start : start + batch]
-        for row, image, detections in zip(
-            rows[start : start + batch], part, detector(part, lowest), strict=True
-        ):
+    for i in range(0, len(images), batch):  # the masks of all pictures at once would fill the memory
+        part = images[i : i + batch]
+        for row, image, detections in zip(rows[i : i + batch], part, detector(part, lowest), strict=True):
             check_row(row, "--reward geneval (its rows come from --task geneval)")
             objects = keep(detections, row["tag"], rule)
             for clause in row.get("include", []):
                 name, n = clause["class"], clause["count"]
-                if "color" in clause and len(best := objects.get(name, [])[:n]) == n:
+                best = objects.get(name, [])[:n]
+                if "color" in clause and len(best) == n:  # with fewer, no colour is asked for
                     seen = colors(image, best)
                     objects[name][:n] = [replace(d, color=c) for d, c in zip(best, seen, strict=True)]
-            found.append(Verdict(*judge(row, objects, rule), dense(row, objects, rule), objects))
+            verdict = Verdict(*judge(row, objects, rule), dense(row, objects, rule), _without_masks(objects))
+            found.append(verdict)
     return found
+
+
+def _without_masks(objects: dict[str, list[Detection]]) -> dict[str, list[Detection]]:
+    return {name: [replace(d, mask=None) for d in found] for name, found in objects.items()}
 
 
 def scores(rows: list[dict], images: list[Tensor], detector, colors) -> dict[str, np.ndarray]:
