@@ -61,9 +61,7 @@ def load(model: str, base: str, tokenizer, dtype: torch.dtype) -> tuple[nn.Modul
         elif part != "lm_head":
             backbone[name] = value
     config = pretrained(AutoConfig, base)
-    config.text_config.vocab_size = len(
-        tokenizer
-    )  # the released embedding was cut to the tokenizer with TOKEN
+    config.text_config.vocab_size = len(tokenizer)  # the released embedding is cut to it, TOKEN included
     width = config.text_config.hidden_size
     body = pretrained_model(Qwen2VLModel, None, config=config, state_dict=backbone, dtype=dtype)
     mlp = nn.Sequential(
