@@ -19,6 +19,7 @@ Rows of the paper's ablations, and its baselines:
 
 import argparse
 import math
+import sys
 import time
 from collections import Counter
 from functools import partial
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from common import end_of_text, generator, group_advantage, k3, prompt_indices, remask, start_processes, times
-from run import Recipe, Run, parse, rollout_flags, run_flags, scale_flags, update_flags
+from run import Recipe, Run, one_sentence, parse, rollout_flags, run_flags, scale_flags, update_flags
 from samplers import sample, settings_of, uniform
 
 TEXT = dict(remask="fading", gamma=0.6, sampler="semi_autoregressive")
@@ -99,11 +100,9 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 def masked_at(args, j: int, iteration: int, samples: list[int], revealed: Tensor) -> Tensor:
     """Completion tokens masked at t_j by Rev(o, t_j, S_j): bool [B, L]."""
-    who = {"sample": lambda n: n, "group": lambda n: n // args.group_size, "batch": lambda n: 0}[
-        args.mask_seed
-    ]
+    share = {"sample": 1, "group": args.group_size, "batch": args.prompts * args.group_size}[args.mask_seed]
     draw = 0 if args.masks == "nested" else j
-    g = [generator("mask", args.seed, iteration, draw, who(n)) for n in samples]
+    g = [generator("mask", args.seed, iteration, draw, n // share) for n in samples]
     t = times(args.mu, args.gamma)[j]
     return remask(args.remask, t, uniform(g, revealed.shape[-1], device=revealed.device), revealed)
 
@@ -151,9 +150,7 @@ def objective(
     L]; A [B]; weight [B] as of ``loss_weight``.
     """
     row = mask.nonzero()[:, 0]  # [N]
-    if (
-        args.ratio != "token"
-    ):  # one rho and KL a completion: on l (Eq. 2), or on the mean over the masked tokens
+    if args.ratio != "token":  # one rho and KL a completion: of l (Eq. 2), or of the mean over masked tokens
         scale = torch.full_like(A, 1 / t) if args.ratio == "sequence" else 1 / mask.sum(-1).clamp(min=1)
         every, row = row, mask.any(-1).nonzero()[:, 0]
         log_p, log_old, log_ref = (
@@ -178,16 +175,20 @@ def main(argv: list[str] | None = None) -> None:
     from eval.task import load_task
     from scale import load_policy
 
-    world = start_processes()
-    task = load_task(args.task, args.protocol)
-    rewards = Rewards(task, args.reward, strict=args.strict, device=str(world.device))
-    rows_train, rows_test = task.rows("train", args.data), task.rows("test", args.data)
-    policy, reference = load_policy(args, world)
-    settings = settings_of(args, policy.length)
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)
-    run = Run(args, world)
-    run.restore(policy, reference, optimizer)
+    with one_sentence():
+        world = start_processes()
+        task = load_task(args.task, args.protocol)
+        rewards = Rewards(task, args.reward, strict=args.strict, device=str(world.device))
+        rows_train, rows_test = task.rows("train", args.data), task.rows("test", args.data)
+        policy, reference = load_policy(args, world, task)
+        settings = settings_of(args, policy.length)
+        parameters = [p for p in policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)
+        run = Run(args, world)
+        run.restore(policy, reference, optimizer)
+        policy.encode(
+            [row["prompt"] for row in (*rows_train, *rows_test)]
+        )  # a prompt that is too long ends it now
 
     G, w = args.group_size, args.cfg if args.score == "guided" else 0.0
     mine, real = world.share(args.prompts * G)  # sample n belongs to group n // G, whichever process has it
@@ -220,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
         inside = (torch.arange(x_0.shape[1], device=world.device) < length[:, None]) & real[:, None]
         if args.drop_equal:
             inside &= ~equal.to(world.device).repeat_interleave(G)[mine][:, None]
-        states = []  # for each j: the prompt, x_t, and its loss tokens: masked, and not after the end of the text
+        states = []  # for each j: prompt, x_t, and the loss tokens: masked, and not after the end of the text
         for j in range(args.mu):
             masked = masked_at(args, j, iteration, mine, revealed)
             context = prompt_at(args, j, iteration, mine, prompt, policy.prompt_mask_id)
@@ -246,6 +247,10 @@ def main(argv: list[str] | None = None) -> None:
                 sums.update(s)
                 if j == 0:
                     first = max([first, *(log_p - log_old[j][i]).abs().tolist()])
+            if iteration == 0 and j == 0 and math.exp(world.max(first)) > 1 + 1e-3:
+                sys.exit(
+                    f"the first ratio is {math.exp(first):.4f}, not 1: old and new scores are of two models"
+                )
             world.sum_gradients(parameters)
             grad_norm += run.optimizer_step(parameters, iteration * args.mu + j) / args.mu
         run.refresh(reference, policy, (iteration + 1) * args.mu)

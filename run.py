@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -172,6 +173,15 @@ def describe(args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+@contextmanager
+def one_sentence():
+    """While a run is set up, a wrong flag or file ends it with one sentence, not a traceback."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
+
+
 # ---- Directory and log
 
 
@@ -236,8 +246,8 @@ class Run:
         if metrics["zero_spread"] > 0.7 and not self.warned:
             self.warned = True
             self.bar.write(
-                f"only {1 - metrics['zero_spread']:.0%} of the groups have unequal rewards, the others give no signal: "
-                "a larger --group-size, or easier prompts, give more"
+                f"only {1 - metrics['zero_spread']:.0%} of the groups have unequal rewards, the others give "
+                "no signal: a larger --group-size, or easier prompts, give more"
             )
 
     def score(self, step: int, task: str, mode: str, result: dict) -> None:

@@ -25,7 +25,7 @@ class Reference(nn.Module):
         self.policy.load_state_dict(policy.state_dict())
 
 
-def load_policy(args, world: World) -> tuple:
+def load_policy(args, world: World, task) -> tuple:
     """(policy, reference) of --model, in eval mode: dropout is off whenever the policy scores or samples. The
     reference is None with --beta 0. ``--model tiny`` is the built-in base of the task, trained first where
     there is none yet."""
@@ -35,9 +35,8 @@ def load_policy(args, world: World) -> tuple:
 
         path = base(args.task, args.model, world)
     dtype = getattr(torch, args.dtype)
-    policy = models.load(
-        str(path), dtype=dtype, device=str(world.device), length=args.length, max_prompt=args.max_prompt
-    ).eval()
+    sizes = dict(length=args.length, max_prompt=args.max_prompt, modality=task.modality)
+    policy = models.load(str(path), dtype=dtype, device=str(world.device), **sizes).eval()
     if args.grad_checkpoint:
         policy.gradient_checkpointing()
     reference = Reference(policy) if args.beta else None
