@@ -153,8 +153,8 @@ class Rewards:
     def components(self, rows: list[dict], completions: list) -> dict[str, np.ndarray]:
         """Every component, float64 [n], n = len(rows) = len(completions).
 
-        The named ones and those of the task's weights are always there, also for n = 0, and stand first, in one
-        order; the others follow by name.
+        The named ones and those of the task's weights are always there, also for n = 0, and stand first, in
+        one order; the others follow by name.
         """
         n = len(rows)
         if n != len(completions):

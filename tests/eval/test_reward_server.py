@@ -278,6 +278,17 @@ def test_picture_bomb_is_refused_by_its_header(servers, pictures):
     assert time.monotonic() - start < 2 and alive(servers[0])
 
 
+def test_picture_bomb_is_not_decompressed(monkeypatch):
+    def load(self):
+        raise AssertionError("decompressed")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    with pytest.raises(ValueError, match="picture 0 is not"):  # this one would have been
+        decode_pictures([png(4, 4)], 16)
+    with pytest.raises(ValueError, match="more than 15 pixels together"):
+        decode_pictures([png(4, 4)], 15)
+
+
 def test_pictures_of_the_allowed_size_are_scored(servers):
     status, answer = post(servers[0], "/mean", images(png(100, 50), png(50, 100)))
     assert status == 200 and answer["scores"] == {"mean": [0.0, 0.0], "height": [50.0, 100.0]}
