@@ -29,8 +29,9 @@ class Sample:
 
 
 def schedule(name: str, r: Tensor | float) -> Tensor:
-    """Share of tokens still masked, 1 - alpha, at progress r in [0, 1]: cosine, linear, pow2 or sigmoid."""
-    r = torch.as_tensor(r, dtype=torch.float64)
+    """Share of tokens still masked, 1 - alpha, at progress r in [0, 1]: cosine, linear, pow2 or sigmoid. A
+    number is taken in float64, a tensor in its own type."""
+    r = r if isinstance(r, Tensor) else torch.tensor(r, dtype=torch.float64)
     if name == "cosine":
         return torch.cos(r * math.pi / 2)
     if name == "linear":
@@ -38,7 +39,7 @@ def schedule(name: str, r: Tensor | float) -> Tensor:
     if name == "pow2":
         return 1 - r**2
     if name == "sigmoid":
-        low, high = torch.sigmoid(torch.tensor([-3.0, 3.0], dtype=torch.float64))
+        low, high = torch.sigmoid(torch.tensor([-3.0, 3.0], dtype=r.dtype))
         return (high - torch.sigmoid(6 * r - 3)) / (high - low)
     raise ValueError(f"--schedule {name}: accepted are cosine, linear, pow2, sigmoid")
 
@@ -208,10 +209,9 @@ def maskgit(
 
 def maskgit_length(L: int, unknown: Tensor, r: float, schedule_name: str = "cosine") -> Tensor:
     """How many tokens [B] are masked again at progress r: the schedule's share of L, within 1 and unknown -
-    1."""
-    return torch.clamp(
-        (L * schedule(schedule_name, r)).floor().long().to(unknown.device), max=unknown - 1
-    ).clamp(min=1)
+    1. In float32, as the public code: where cos is 1/2, its floor is one lower than the exact one."""
+    share = schedule(schedule_name, torch.tensor(r, dtype=torch.float32))
+    return torch.clamp((L * share).floor().long().to(unknown.device), max=unknown - 1).clamp(min=1)
 
 
 def maskgit_remask(p: Tensor, gumbel: Tensor, temperature: float, length: Tensor) -> Tensor:
