@@ -1,0 +1,60 @@
+"""sft.py: its forward process and loss against the exact bound."""
+
+import math
+
+import pytest
+import torch
+from toys import Pairwise, any_order_bound
+
+from common import elbo, end_of_text, generator
+from sft import forward_process
+
+
+def test_t_is_uniform_on_zero_to_one_and_stratified():
+    """0 is left out and 1 is not, in every batch one t in each B-th of (0, 1]; each row's own t is uniform."""
+    B = 8
+    t = torch.stack([forward_process(B, 3, generator("t", n))[0] for n in range(2000)])
+    assert t.min() > 0 and t.max() <= 1
+    assert torch.equal((t * B).ceil().sort(-1).values, torch.arange(1.0, B + 1).expand(2000, B))
+    for moment, expected in ((1, 1 / 2), (2, 1 / 3), (3, 1 / 4)):
+        row = t.double() ** moment
+        assert ((row.mean(0) - expected).abs() < 4 * row.std(0) / math.sqrt(2000)).all()
+
+
+def test_tokens_are_masked_independently_with_probability_t():
+    t, mask = forward_process(50_000, 3, generator("mask"))
+    excess = mask.double() - t[:, None]
+    pairs = [excess[:, 0] * excess[:, 1], excess[:, 0] * excess[:, 2], excess[:, 1] * excess[:, 2]]
+    for sample in (*excess.T, *(excess * (t[:, None] - 0.5)).T, *pairs):
+        assert sample.mean().abs() < 4 * sample.std() / math.sqrt(50_000)
+    assert mask[t > 0.9999].all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_loss_averages_to_the_exact_bound(seed):
+    """The bound is the mean over all orders of decoding; the draws are the script's own."""
+    policy = Pairwise(K=3, L=3, seed=seed)
+    x_0, B = torch.tensor([[0, 2, 1]]), 500
+    prompt = policy.encode(["1 2"])
+    batches = []
+    with torch.no_grad():
+        for n in range(200):
+            t, mask = forward_process(B, 3, generator("loss", seed, n))
+            batches.append(elbo(policy, prompt[[0] * B], x_0.expand(B, 3), mask, t).double().mean())
+    loss = torch.stack(batches)
+    bound, se = any_order_bound(policy, prompt, x_0), loss.std().item() / math.sqrt(200)
+    assert abs(loss.mean().item() - bound) < 4 * se
+    assert se < 0.02 * abs(bound)
+
+
+def test_sft_trains_the_padding_and_rl_stops_at_the_end():
+    """A6: a canvas of 8 with an answer of 3, its end and 4 of padding: 8 candidates here, 4 in the RL loss."""
+    from models import tiny
+
+    policy = tiny.build("tiny-math")
+    policy.length = 8
+    x_0 = policy.respond(["3 + 4"])
+    assert x_0[0, 3:].tolist() == [policy.end_ids[0]] * 5
+    masks = torch.stack([forward_process(4, policy.length, generator("canvas", n))[1] for n in range(100)])
+    assert masks.any(0).all() and masks.shape[-1] == 8
+    assert end_of_text(x_0, policy.end_ids).item() == 4
