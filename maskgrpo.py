@@ -38,6 +38,12 @@ RECIPES = [
     Recipe(
         "^tiny", ("tiny-geneval",), IMAGE, dict(prompts=8, mu=6, steps=8, cfg=1.0, lr=1e-4, iterations=44)
     ),
+    Recipe(
+        "Gen-Verse/MMaDA",
+        ("geneval", "ocr", "captions"),
+        IMAGE | dict(schedule="cosine", steps=12, eval_steps=32, cfg=3.5, group_size=9, mu=8, lr=3e-6),
+        dict(eps=0.2, beta=0.01, prompts=8, iterations=1800, micro_batch=6, grad_checkpoint=True),
+    ),
 ]
 
 
