@@ -326,6 +326,13 @@ class World:
         dist.all_gather(parts, local.contiguous())
         return torch.cat(parts)[:n]
 
+    def gather_objects(self, local) -> list:
+        """One Python object of each rank."""
+        found = [local] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, local)
+        return found
+
     def sum(self, *values: float | Tensor) -> list[float]:
         """Each value summed over all ranks."""
         v = torch.stack(
@@ -368,6 +375,6 @@ def start_processes() -> World:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if size > 1:
+    if size > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     return World(rank, size, device)

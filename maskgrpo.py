@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
                     f"the first ratio is {math.exp(first):.4f}, not 1: old and new scores are of two models"
                 )
             world.sum_gradients(parameters)
-            grad_norm += run.optimizer_step(parameters, iteration * args.mu + j) / args.mu
+            grad_norm += run.optimizer_step(parameters, run.warmed_up(iteration * args.mu + j)) / args.mu
         run.refresh(reference, policy, (iteration + 1) * args.mu)
         clock.append(time.time())
 

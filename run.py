@@ -242,8 +242,9 @@ class Run:
                 self.writer.add_scalar(k, v, step)
         if self.wandb:
             self.wandb.log(metrics, step=step)
-        self.bar.set_postfix(reward=f"{metrics['reward/mean']:.3f}", kl=f"{metrics['kl']:.4f}")
-        if metrics["zero_spread"] > 0.7 and not self.warned:
+        shown = {"reward/mean": "reward", "kl": "kl", "loss": "loss"}
+        self.bar.set_postfix({short: f"{metrics[k]:.4f}" for k, short in shown.items() if k in metrics})
+        if metrics.get("zero_spread", 0.0) > 0.7 and not self.warned:
             self.warned = True
             self.bar.write(
                 f"only {1 - metrics['zero_spread']:.0%} of the groups have unequal rewards, the others give "
@@ -309,16 +310,18 @@ class Run:
     def save(self) -> None:
         save_checkpoint(self.dir, self.step, self.state, self.optimizer, self.world)
 
-    def optimizer_step(self, parameters: list[nn.Parameter], update: int) -> float:
-        """Clip, step, clear; the norm before clipping. A norm that is not finite stops the run before it is
-        stepped."""
-        args = self.args
-        self.optimizer.param_groups[0]["lr"] = args.lr * min(1.0, (update + 1) / max(args.warmup, 1))
-        norm = float(nn.utils.clip_grad_norm_(parameters, args.grad_clip))
+    def warmed_up(self, update: int) -> float:
+        """Learning rate of optimizer step ``update`` (from 0): linear over --warmup, then constant."""
+        return self.args.lr * min(1.0, (update + 1) / max(self.args.warmup, 1))
+
+    def optimizer_step(self, parameters: list[nn.Parameter], lr: float) -> float:
+        """Clip, step, clear; the norm before clipping. A norm that is not finite stops the run, unstepped."""
+        norm = float(nn.utils.clip_grad_norm_(parameters, self.args.grad_clip))
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient is not finite in iteration {self.step + 1}: nothing of it was saved"
             )
+        self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
@@ -345,7 +348,13 @@ class Run:
             raise SystemExit(
                 f"{down or 'reward servers are down'}; saved after iteration {self.step}: go on with --resume"
             )
-        return {k: self.world.gather(torch.from_numpy(v), n).numpy() for k, v in parts.items()}
+        found = self.world.gather_objects(list(parts))  # a reward that raised on one rank answers fewer there
+        names = list(dict.fromkeys(name for ranks in found for name in ranks))
+        parts = [torch.from_numpy(parts.get(name, np.zeros(len(rows)))) for name in names]
+        return {
+            k: self.world.gather(v.to(self.world.device), n).cpu().numpy()
+            for k, v in zip(names, parts, strict=True)
+        }
 
 
 def append(path: Path, row: dict) -> None:

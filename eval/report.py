@@ -51,45 +51,43 @@ def series(runs: list[Path], key: str, mode: str | None = None) -> tuple[np.ndar
     return np.array(steps), np.array([[t[s] for s in steps] for t in tables])
 
 
+PANELS = {
+    "held-out score": [("score", "sampled", "-"), ("score", "greedy", "--")],
+    "reward of the rollouts": [("reward/mean", None, "-")],
+    "KL to the reference": [("kl", None, "-")],
+    "loss": [("loss", None, "-")],
+}
+
+
 def draw(named: dict[str, list[Path]], path: Path) -> None:
-    """Reward, KL and held-out score against iterations, a line a group, as a PNG."""
+    """A PNG of the panels for which there are numbers: a line a group, with a band over its seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels = [
-        ("reward/mean", None, "reward, rollouts"),
-        ("score", "sampled", "score, held out, sampled"),
-        ("kl", None, "KL to reference"),
-    ]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.4))
-    for axis, (key, mode, title) in zip(axes, panels, strict=True):
-        for name, runs in named.items():
-            steps, values = series(runs, key, mode)
-            if len(steps):
-                (line,) = axis.plot(
-                    steps, values.mean(0), label=name, marker="o" if mode else None, markersize=3
-                )
-                axis.fill_between(
-                    steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, linewidth=0
-                )
-        if mode is None and key != "kl" and len(named) == 1:
-            steps, values = series(next(iter(named.values())), "score", "greedy")
-            axis.plot(
-                steps,
-                values.mean(0),
-                color="tab:green",
-                marker="s",
-                markersize=3,
-                label="score, held out, greedy",
-            )
-            axis.legend(fontsize=7, frameon=False)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("iteration")
+    found = {
+        title: [
+            (name, mode, style, *series(runs, key, mode))
+            for key, mode, style in keys
+            for name, runs in named.items()
+        ]
+        for title, keys in PANELS.items()
+    }
+    found = {title: lines for title, lines in found.items() if any(len(line[3]) for line in lines)}
+    if not found:
+        return
+    figure, axes = plt.subplots(1, len(found), figsize=(4.2 * len(found), 3.4), squeeze=False)
+    colour = {name: f"C{i}" for i, name in enumerate(named)}
+    for axis, (title, lines) in zip(axes[0], found.items(), strict=True):
+        for name, mode, style, steps, values in lines:
+            label = (mode if len(named) == 1 else name) if style == "-" or len(named) == 1 else None
+            axis.plot(steps, values.mean(0), style, color=colour[name], label=label)
+            axis.fill_between(steps, values.min(0), values.max(0), color=colour[name], alpha=0.2, linewidth=0)
+        axis.set(title=title, xlabel="iteration")
         axis.grid(alpha=0.25)
-    if len(named) > 1:
-        axes[1].legend(fontsize=7, frameon=False)
+        if any(axis.get_legend_handles_labels()[1]):
+            axis.legend(fontsize=7, frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -47,4 +47,4 @@ def load_task(name: str, protocol: str | None = None) -> Task:
     return importlib.import_module(module_name).task(protocol)
 
 
-TASKS = ("tiny-math", "tiny-geneval", "gsm8k", "math500", "mbpp", "geneval", "ocr", "captions")
+TASKS = ("tiny-math", "tiny-geneval", "gsm8k", "math500", "mbpp", "geneval", "dpg", "ocr", "captions")

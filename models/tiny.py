@@ -7,7 +7,12 @@ from torch import Tensor, nn
 from models.policy import Policy
 
 SIZE = dict(
-    hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    initializer_range=0.08,  # transformers' 0.02 is for widths of thousands
 )
 TEXT_SPECIAL = ("<end>", "<mask>")
 IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>")
@@ -74,7 +79,6 @@ def llama(vocab_size: int, seed: int):
     config = LlamaConfig(
         vocab_size=vocab_size,
         max_position_embeddings=128,
-        initializer_range=0.08,
         is_causal=False,
         tie_word_embeddings=False,
         **SIZE,
