@@ -17,6 +17,10 @@ SIZE = dict(
 TEXT_SPECIAL = ("<end>", "<mask>")
 IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>")
 VARIANTS = 8  # near-equal patches of each colour: codebook size / 6
+PATHS = {  # what a uniform-diffusion base says of its path
+    "mixture": {"path": "mixture", "shift": 1.0},
+    "metric": {"path": "metric", "alpha": 0.9, "c": 3.0, "power": 1, "shift": 1.0},
+}
 
 
 class Patches(nn.Module):
@@ -88,8 +92,27 @@ def llama(vocab_size: int, seed: int):
         return LlamaForCausalLM(config).eval()
 
 
-def build(task: str, seed: int = 0, variants: int = VARIANTS) -> Policy:
-    """An untrained policy for a built-in world."""
+def ursa(seed: int, variants: int, path: str) -> Policy:
+    """URSA on Qwen3 at the size of SIZE, for tiny-geneval by uniform diffusion along ``path``."""
+    from eval.tiny_geneval import WORDS
+    from models.ursa import URSA, qwen3
+
+    text, vq = tokenizer(WORDS, IMAGE_SPECIAL), Patches(variants)
+    pad_id, bov_id = text.convert_tokens_to_ids(["<pad>", "<soi>"])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # as in llama
+        sizes = SIZE | {"head_dim": 16, "vocab_size": len(text) + len(vq.codebook)}
+        backbone = qwen3(len(vq.codebook), **sizes).eval()
+    layout = dict(grid=(1, vq.side, vq.side), bov_id=bov_id, pad_id=pad_id, text_length=12)
+    return URSA(backbone, text, vq, path_settings=PATHS[path], **layout)
+
+
+def build(task: str, seed: int = 0, variants: int = VARIANTS, path: str = "mask") -> Policy:
+    """An untrained policy for a built-in world; ``path``: mask, or for tiny-geneval mixture or metric."""
+    if path != "mask":
+        if task != "tiny-geneval" or path not in PATHS:
+            raise ValueError(f"--path {path}: only for --task tiny-geneval, and one of {', '.join(PATHS)}")
+        return ursa(seed, variants, path)
     if task == "tiny-math":
         from eval.tiny_math import LENGTH, WORDS
         from models.llada import LLaDA
