@@ -176,6 +176,6 @@ def boxed(text: str) -> float:
 
 
 def boxed_and_answer_tags(text: str) -> float:
-    r"""d1: 0.5 for an answer tag, 0.5 for a box inside it (0.25 without); as published, no box is ever seen."""
+    r"""d1: 0.5 for an answer tag, 0.5 for a box inside it, else 0.25; as published, no box is ever seen."""
     blocks = answer_blocks(text)
     return 0.5 * (bool(blocks) + boxed(blocks[0] if blocks else text))
