@@ -1,6 +1,7 @@
 """Curves and tables of runs: ``python -m eval.report runs/a_s0 runs/a_s1 runs/b_s0``.
 
 Runs that differ in the seed alone are one line, with a band from the lowest to the highest seed.
+``python -m eval.report credit`` draws RebRL's credit of timesteps instead (eval/credit.py).
 """
 
 import argparse
@@ -116,6 +117,10 @@ def spread(values: np.ndarray) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["credit"]:
+        from eval import credit
+
+        return credit.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
         "eval.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
