@@ -26,10 +26,12 @@ HOSTILE = re.compile(
 CPU_SECONDS, WALL_SECONDS, MEMORY = 1.5, 30.0, 4 << 30  # of one comparison by math-verify
 
 UNITS = (
-    r"degrees?|cents?|dollars?|units?|square|cubic|[ckm]?m|in|inch(?:es)?|feet|foot|ft|yards?|miles?|(?:centi|kilo)?met(?:er|re)s?"
-    r"|seconds?|minutes?|hours?|days?|weeks?|months?|years?|points?|mph|grams?|kg"
+    r"degrees?|cents?|dollars?|units?|points?|square|cubic|[ckm]m|inch(?:es)?|feet|foot|ft|yards?|miles?|mph"
+    r"|(?:centi|kilo)?met(?:er|re)s?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|grams?|kg"
 )
 TEXT = r"\\(?:text(?:bf|it|rm|sf)?|mbox|hbox|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}"
+# Text that ends an answer, after something else, is a unit: \text{cm}, \mathrm{~m}, but not \mathrm{i}.
+UNIT_TEXT = r"\\(?:text(?:bf|it|rm|sf)?|mbox|hbox|mathrm(?=\s*\{ ))\s*\{[^{}]*\}"
 POWER = r"(?:\s*\^\s*\{?\s*\d\s*\}?)?"
 
 REWRITES = tuple(
@@ -52,9 +54,9 @@ REWRITES = tuple(
         (r"\\(?:le|leqslant)(?![a-zA-Z])", r"\\leq"),
         (r"\\(?:ge|geqslant)(?![a-zA-Z])", r"\\geq"),
         (r"\\(begin|end)\s*\{[bp]?matrix\}", r"\\\1{pmatrix}"),
-        (rf"(?<=\S)\s*{TEXT}{POWER}\s*$", ""),  # a unit: text that ends the answer, after something else
+        (rf"(?<=\S)\s*{UNIT_TEXT}{POWER}\s*$", ""),
+        (TEXT, r" \1 "),
         (rf"(?<=[\d}}])\s*(?:(?:{UNITS})\b{POWER}\s*)+$", ""),
-        (rf"{TEXT}", r" \1 "),
         (r",?\s*\b(?:and|or)\b", ", "),
         (r"(?<=\d)\s*\{,\}\s*(?=\d{3})", ""),
         (r"(?<![\d.])\.(?=\d)", "0."),
@@ -331,26 +333,22 @@ def _serve() -> None:
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
+    # units=False: `normal` has dropped them, and the m of 3m is a variable.
+    spelling = NormalizationConfig(basic_latex=True, malformed_operators=True, units=False, nits=False)
+    latex = [LatexExtractionConfig(normalization_config=spelling)]
+    exact = dict(float_rounding=30, numeric_precision=40, allow_set_relation_comp=True, timeout_seconds=None)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
         try:
             p, g = (
-                parse(
-                    f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
-                )
+                parse(f"${text}$", latex, fallback_mode="no_fallback", parsing_timeout=None)
                 for text in json.loads(line)
             )
-            same = verify(
-                g,
-                p,
-                float_rounding=30,
-                numeric_precision=40,
-                allow_set_relation_comp=True,
-                timeout_seconds=None,
-            )
+            same = verify(g, p, **exact)
         except Exception:  # whatever a hostile answer provokes: no equality was shown
             same = False
         signal.setitimer(signal.ITIMER_PROF, 0)
