@@ -104,13 +104,18 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def mask_noise(args, kind: str, draw: int, iteration: int, samples: list[int], like: Tensor) -> Tensor:
+    """Uniforms [B, *] in the shape of ``like``, from the seeds S_j: of each sample, its group's, or one for
+    all."""
+    share = {"sample": 1, "group": args.group_size, "batch": args.prompts * args.group_size}[args.mask_seed]
+    g = [generator(kind, args.seed, iteration, draw, n // share) for n in samples]
+    return uniform(g, like.shape[-1], device=like.device)
+
+
 def masked_at(args, j: int, iteration: int, samples: list[int], revealed: Tensor) -> Tensor:
     """Completion tokens masked at t_j by Rev(o, t_j, S_j): bool [B, L]."""
-    share = {"sample": 1, "group": args.group_size, "batch": args.prompts * args.group_size}[args.mask_seed]
-    draw = 0 if args.masks == "nested" else j
-    g = [generator("mask", args.seed, iteration, draw, n // share) for n in samples]
-    t = times(args.mu, args.gamma)[j]
-    return remask(args.remask, t, uniform(g, revealed.shape[-1], device=revealed.device), revealed)
+    u = mask_noise(args, "mask", 0 if args.masks == "nested" else j, iteration, samples, revealed)
+    return remask(args.remask, times(args.mu, args.gamma)[j], u, revealed)
 
 
 def prompt_at(args, j: int, iteration: int, samples: list[int], prompt, mask_id: int):
@@ -118,8 +123,8 @@ def prompt_at(args, j: int, iteration: int, samples: list[int], prompt, mask_id:
     each j."""
     if args.remask != "full":
         return prompt
-    g = [generator("prompt mask", args.seed, iteration, j, n) for n in samples]
-    return prompt.masked(args.prompt_mask, uniform(g, prompt.ids.shape[1], device=prompt.ids.device), mask_id)
+    u = mask_noise(args, "prompt mask", j, iteration, samples, prompt.ids)
+    return prompt.masked(args.prompt_mask, u, mask_id)
 
 
 def log_prob(model, state: tuple, b: slice, x_0: Tensor, null, w: float) -> Tensor:
