@@ -1,6 +1,6 @@
 import pytest
 
-from eval.jsonl import read_jsonl
+from eval.jsonl import read_hub, read_jsonl
 
 
 def write(tmp_path, data: bytes) -> str:
@@ -38,3 +38,21 @@ def test_a_file_without_rows_is_refused(tmp_path, data, message):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="none.jsonl: cannot be read"):
         read_jsonl(str(tmp_path / "none.jsonl"))
+
+
+def test_a_row_that_a_task_cannot_use_names_file_and_line(tmp_path):
+    def check(row):
+        if row["a"] < 0:
+            raise ValueError("a is negative")
+
+    path = write(tmp_path, b'{"a": 1}\n{"a": -1}')
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: a is negative$"):
+        read_jsonl(path, ("a",), check)
+
+
+def test_a_hub_row_that_lacks_a_field_is_named(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: [{"a": 1}, {}])
+    with pytest.raises(ValueError, match=r"^owner/set \(test\) row 1: lacks the field a$"):
+        read_hub("owner/set", "test", required=("a",))
