@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import World
+from common import World, uniform_path
 
 # ---- Flags
 
@@ -44,6 +44,9 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     )
     g.add_argument("--protocol", help="prompt and reward preset of the task: d1, maskgrpo, llada")
     g.add_argument("--data", help="path in place of the task's own data (same fields)")
+    g.add_argument(
+        "--unsafe-exec", action="store_true", help="run the model's code without isolation (code tasks)"
+    )
     g.add_argument("--reward", help="a=1,http://host:8000/b=0.5: split at commas, weight after the last '='")
     g.add_argument(
         "--reward-normalize", action="store_true", help="normalise each reward in its group, then sum"
@@ -63,6 +66,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument(
         "--save-every", type=int, default=12, help="iterations between checkpoints (0: only the end)"
     )
+    g.add_argument("--export", choices=("llada",), help="store the model in that released layout too")
     g.add_argument("--track", action="store_true", help="log to Weights & Biases too")
     g.add_argument("--dry-run", action="store_true", help="print the memory that these flags need, then stop")
     g.add_argument(
@@ -116,31 +120,41 @@ def scale_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--grad-checkpoint", action="store_true", help="recompute each block in the backward pass")
 
 
+def path_flags(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
+    g = parser.add_argument_group("uniform path (default: what the checkpoint says)")
+    g.add_argument("--path", choices=kinds, help="p_t(x | x_1)")
+    g.add_argument("--path-alpha", type=float, help="metric: b_t = c (t / (1-t))^alpha")
+    g.add_argument("--path-c", type=float)
+    g.add_argument(
+        "--distance-power", type=int, choices=(1, 2), help="2: the distance squared again (FUDOKI)"
+    )
+    g.add_argument("--shift", type=float, help="of the times: t = 1 - s sigma / (1 + (s-1) sigma)")
+
+
+def path_of(args: argparse.Namespace, policy) -> tuple:
+    """(path, shift) of uniform diffusion: the flags given, else the checkpoint's; ValueError where neither
+    says it. The policy notes what was given, so that it is stored with the path it was trained on."""
+    given = {"path": args.path, "alpha": args.path_alpha, "c": args.path_c, "power": args.distance_power}
+    given = {name: value for name, value in (given | {"shift": args.shift}).items() if value is not None}
+    found = uniform_path(policy, **given)
+    policy.path_settings |= given
+    return found
+
+
 def parse(
     parser: argparse.ArgumentParser, recipes: list[Recipe], argv: list[str] | None = None
 ) -> argparse.Namespace:
-    """Flags over the recipe of the model and task chosen over the script's defaults. ``args.recipe`` says,
-    flag by flag, where a value comes from."""
-    first, _ = parser.parse_known_args(
-        [a for a in (sys.argv[1:] if argv is None else argv) if a not in ("-h", "--help")]
-    )
-    paper, ours = {}, {}
-    for recipe in recipes:
-        if re.search(recipe.model, first.model) and first.task in recipe.tasks:
-            paper, ours = recipe.paper, recipe.ours
-            break
-    parser.set_defaults(**paper, **ours)
+    """Flags over the recipe of the model and task chosen over the script's defaults. ``args.source`` says, flag
+    by flag, where a value comes from. With --dry-run the memory needed is printed, and nothing else done."""
+    words = sys.argv[1:] if argv is None else argv
+    first, _ = parser.parse_known_args([w for w in words if w not in ("-h", "--help")])
+    recipe = find_recipe(recipes, first.model, first.task)
+    parser.set_defaults(**recipe.paper, **recipe.ours)
     args = parser.parse_args(argv)
-    args.source = {
-        k: "command line"
-        if v != parser.get_default(k)
-        else "paper"
-        if k in paper
-        else "ours"
-        if k in ours
-        else "default"
-        for k, v in vars(args).items()
-    }
+    unset = argparse.Namespace(**dict.fromkeys(vars(args)))  # argparse sets no default where there is a value
+    given = {k for k, v in vars(parser.parse_args(argv, unset)).items() if v is not None}
+    source = dict.fromkeys(vars(args), "default") | dict.fromkeys(recipe.paper, "paper")
+    args.source = source | dict.fromkeys(recipe.ours, "ours") | dict.fromkeys(given, "command line")
     args.name = Path(parser.prog).stem
     if args.shard is None:
         args.shard = "ddp" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "none"
@@ -148,7 +162,21 @@ def parse(
         value = getattr(args, flag, None)
         if value is not None and not least <= value < math.inf:
             parser.error(f"--{flag.replace('_', '-')} {value}: must be a number, at least {least}")
+    if args.dry_run:
+        from memory import table
+
+        with one_sentence():
+            print(f"{describe(args)}\n\n{table(args)}")
+        sys.exit()
     return args
+
+
+def find_recipe(recipes: list[Recipe], model: str, task: str) -> Recipe:
+    """The first that fits; an empty one where none does."""
+    for recipe in recipes:
+        if re.search(recipe.model, model) and task in recipe.tasks:
+            return recipe
+    return Recipe(model, (task,))
 
 
 AT_LEAST = {
@@ -212,6 +240,7 @@ class Run:
         self.step = newest_checkpoint(self.dir)[0] if args.resume else 0  # iterations done
         world.barrier()  # every rank has looked before rank 0 writes
         if world.rank == 0:
+            print(describe(args))
             (self.dir / "samples").mkdir(parents=True, exist_ok=True)
             config = {k: v for k, v in vars(args).items() if k not in ("resume", "source")}
             if holds_run and args.resume:
@@ -283,20 +312,25 @@ class Run:
         self, policy: nn.Module, reference: nn.Module | None, optimizer: torch.optim.Optimizer
     ) -> None:
         """Name what a checkpoint holds, and fill it from the newest one if this run goes on from there."""
-        self.state = {"policy": trainable_state(policy)}
-        if reference is not None and self.args.ref_every:
-            self.state["reference"] = trainable_state(reference.policy)
+        self.held = {"policy": policy}
+        if reference is not None and self.args.ref_every and reference.policy is not policy:
+            self.held["reference"] = reference.policy
         self.optimizer = optimizer
         if self.step:
-            load_checkpoint(newest_checkpoint(self.dir)[1], self.state, optimizer)
+            load_checkpoint(newest_checkpoint(self.dir)[1], self.state(), optimizer)
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors that training changes; asked for anew each time, as sharded ones are moved about."""
+        return {name: trained_state(module) for name, module in self.held.items()}
 
     def finish(self, policy) -> None:
         """Store the trained model, draw the curve, say what became of the score and where everything is."""
+        from eval.report import draw
+        from scale import store
+
+        store(policy, self.dir / "model", self.args, self.world)
         if self.world.rank:
             return
-        from eval.report import draw
-
-        policy.save(self.dir / "model")
         draw({self.dir.name: [self.dir]}, self.dir / "curve.png")
         first, last = ({s["mode"]: s for s in self.scores() if s["step"] == at} for at in (0, self.step))
         print(f"\n{'held-out score':16}{'base':>16}{'trained':>18}")
@@ -308,7 +342,7 @@ class Run:
         print(f"model {self.dir}/model   curve {self.dir}/curve.png   samples {self.dir}/samples/")
 
     def save(self) -> None:
-        save_checkpoint(self.dir, self.step, self.state, self.optimizer, self.world)
+        save_checkpoint(self.dir, self.step, self.state(), self.optimizer, self.world)
 
     def warmed_up(self, update: int) -> float:
         """Learning rate of optimizer step ``update`` (from 0): linear over --warmup, then constant."""
@@ -316,7 +350,8 @@ class Run:
 
     def optimizer_step(self, parameters: list[nn.Parameter], lr: float) -> float:
         """Clip, step, clear; the norm before clipping. A norm that is not finite stops the run, unstepped."""
-        norm = float(nn.utils.clip_grad_norm_(parameters, self.args.grad_clip))
+        norm = nn.utils.clip_grad_norm_(parameters, self.args.grad_clip)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # --shard fsdp
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient is not finite in iteration {self.step + 1}: nothing of it was saved"
@@ -326,11 +361,13 @@ class Run:
         self.optimizer.zero_grad()
         return norm
 
-    def refresh(self, reference, policy: nn.Module, updates: int) -> None:
-        """After an iteration that ends at ``updates`` optimizer steps: every --ref-every of them, rounded up
-        to the end of an iteration, the reference becomes a copy of the policy."""
+    def refresh(self, reference, policy: nn.Module, updates: int, own: int | None = None) -> None:
+        """After an iteration that ends at ``updates`` optimizer steps, ``own`` (default: --mu) of them its
+        own: every --ref-every of them, rounded up to the end of an iteration, the reference becomes a copy
+        of the policy."""
         every = self.args.ref_every
-        if reference is not None and every and updates // every > (updates - self.args.mu) // every:
+        own = self.args.mu if own is None else own
+        if reference is not None and every and updates // every > (updates - own) // every:
             reference.refresh(policy)
 
     def gather_rewards(self, rewards, rows: list[dict], completions: list, n: int) -> dict[str, np.ndarray]:
@@ -394,10 +431,10 @@ def warn_if_changed(old: dict, new: dict) -> None:
 # ---- Checkpoints
 
 
-def trainable_state(policy: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of the model: its trainable tensors; with LoRA, no base weights."""
-    frozen = {n for n, p in policy.named_parameters() if not p.requires_grad and "lora_" not in n}
-    return {n: p for n, p in policy.state_dict().items() if n not in frozen}
+def trained_state(policy: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: all of it; with LoRA the adapters, no base weights."""
+    state = policy.state_dict()
+    return {n: t for n, t in state.items() if "lora_" in n} or state
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict:

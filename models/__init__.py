@@ -28,12 +28,25 @@ def load(
 ) -> "Policy":
     """The policy of a local directory or a hub id, in eval mode.
 
-    A directory written by ``policy.save`` says its kind in policy.json, a released one in config.json.
+    A directory written by ``policy.save`` says its kind in policy.json, a released one in config.json; one of
+    a LoRA adapter names its base.
     length, max_prompt: None keeps what the checkpoint says. modality: "text" or "image", an error where the
     checkpoint cannot make it; MMaDA as released makes both, and None means image. vq: another image tokenizer
     (directory or hub id) than the checkpoint's. ValueError, one sentence, where it cannot be loaded.
     """
     directory = weights.find(name_or_path)
+    if (directory / "adapter_config.json").exists():
+        from models import lora
+
+        return lora.load(
+            directory,
+            dtype=dtype,
+            device=device,
+            length=length,
+            max_prompt=max_prompt,
+            modality=modality,
+            vq=vq,
+        )
     ours = directory / "policy.json"
     if ours.exists():
         kind = weights.read_json(ours).get("kind")
