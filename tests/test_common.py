@@ -262,6 +262,15 @@ def test_equal_rewards_give_exactly_no_advantage(std):
     assert r.sub(r.mean(-1, keepdim=True)).abs().max() > 0  # the error that is not let through
 
 
+def test_small_groups_of_a_rare_reward_have_no_signal():
+    """G5: at a success rate of 0.182, .702, .449, .201 of the groups of 2, 4, 8 have advantages of 0."""
+    for G, share in ((2, 0.702), (4, 0.449), (8, 0.201)):
+        r = torch.tensor(list(itertools.product((0.0, 1.0), repeat=G)))
+        chance = (0.182 ** r.sum(-1)) * (0.818 ** (G - r.sum(-1)))
+        silent = (group_advantage(r) == 0).all(-1)
+        assert chance[silent].sum().item() == pytest.approx(share, abs=2e-3)
+
+
 def test_a_group_of_one_is_an_error():
     """G3."""
     with pytest.raises(ValueError, match="--group-size must be at least 2"):

@@ -11,7 +11,7 @@ from sft import forward_process
 
 
 def test_t_is_uniform_on_zero_to_one_and_stratified():
-    """0 is left out and 1 is not, in every batch one t in each B-th of (0, 1]; each row's own t is uniform."""
+    """In every batch one t in each B-th of (0, 1], and the t of each row is uniform over batches."""
     B = 8
     t = torch.stack([forward_process(B, 3, generator("t", n))[0] for n in range(2000)])
     assert t.min() > 0 and t.max() <= 1
@@ -48,7 +48,7 @@ def test_the_loss_averages_to_the_exact_bound(seed):
 
 
 def test_sft_trains_the_padding_and_rl_stops_at_the_end():
-    """A6: a canvas of 8 with an answer of 3, its end and 4 of padding: 8 candidates here, 4 in the RL loss."""
+    """A6: an answer of 3, its end and 4 of padding: 8 candidates to be masked, of which RL trains 4."""
     from models import tiny
 
     policy = tiny.build("tiny-math")

@@ -20,11 +20,13 @@ class Pairwise(Policy):
     K tokens, of which 0 may end a text; K itself is [M], which has no row. Texts are numbers between blanks.
     """
 
-    def __init__(self, K: int = 3, L: int = 3, seed: int = 0, end_ids: tuple[int, ...] = ()):
+    def __init__(
+        self, K: int = 3, L: int = 3, seed: int = 0, end_ids: tuple[int, ...] = (), scale: float = 1.0
+    ):
         super().__init__()
         g = torch.Generator().manual_seed(seed)
-        self.table = nn.Parameter(torch.randn(L, L, K + 1, K, generator=g))
-        self.words = nn.Parameter(torch.randn(5, K, generator=g))
+        self.table = nn.Parameter(torch.randn(L, L, K + 1, K, generator=g) * scale)
+        self.words = nn.Parameter(torch.randn(5, K, generator=g) * scale)
         self.length, self.vocab_size, self.mask_id, self.end_ids = L, K, K, end_ids
         self.prompt_mask_id = 0
 
