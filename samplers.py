@@ -345,20 +345,15 @@ def sample(
     return sampler(policy, prompt, generators, null=null, keep_trajectory=keep_trajectory, **own)
 
 
-def settings_of(args, length: int) -> dict:
-    """The settings of ``sample`` from the flags of a script, checked against the response length L.
+def settings_of(args, length: int, path=None, shift: float = 1.0) -> dict:
+    """The settings of ``sample`` from the flags of a script, checked against the response length L; ``path``
+    and ``shift`` of uniform diffusion, which come with the model.
 
     Raises ValueError for what does not fit.
     """
+    shared = {name: getattr(args, name) for name in ("sampler", "steps", "temperature", "cfg", "cfg_until")}
+    if args.sampler == "euler":
+        return shared | {"path": path, "shift": shift, "rate": args.rate}
     if args.sampler == "semi_autoregressive":
         check_blocks(length, args.block, args.steps)
-    return {
-        "sampler": args.sampler,
-        "steps": args.steps,
-        "block": args.block,
-        "temperature": args.temperature,
-        "schedule_name": args.schedule,
-        "eos_rule": args.eos_rule,
-        "cfg": args.cfg,
-        "cfg_until": args.cfg_until,
-    }
+    return shared | {"block": args.block, "schedule_name": args.schedule, "eos_rule": args.eos_rule}

@@ -6,6 +6,10 @@
 The loss of a response x_0 is -(1/t) sum over masked k of log p(x_0^k | x_t, c), t ~ U(0, 1], each token
 masked with probability t. The whole canvas is trained, the ends of text that pad it too: they teach where to
 stop.
+
+    python sft.py --task tiny-geneval --path metric      # a base of uniform diffusion
+
+There the loss is the cross-entropy of all of x_1 given x_t ~ p_t(x | x_1), and the model is not told t.
 """
 
 import argparse
@@ -13,13 +17,15 @@ import hashlib
 import importlib
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common import World, elbo, generator, log_likelihood, start_processes
-from run import Run, one_sentence, parse, run_flags, scale_flags
+from common import World, elbo, generator, log_likelihood, path_times, start_processes
+from run import Run, one_sentence, parse, path_flags, path_of, run_flags, scale_flags
 
 DRAWS = 32  # Monte-Carlo draws of the held-out bound
 
@@ -41,6 +47,7 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     g.add_argument("--examples", type=int, default=20000, help="pairs that a built-in world makes")
     g.add_argument("--length", type=int, help="tokens of a response (default: the model's)")
     g.add_argument("--max-prompt", type=int, help="longest prompt in tokens (default: the model's)")
+    path_flags(parser, ("mask", "mixture", "metric"))
     scale_flags(parser)
     return parse(parser, [], argv)
 
@@ -51,6 +58,31 @@ def forward_process(batch: int, L: int, g: torch.Generator) -> tuple[Tensor, Ten
     return t, torch.rand(batch, L, generator=g) < t[:, None]
 
 
+def uniform_process(batch: int, L: int, g: torch.Generator, shift: float) -> tuple[Tensor, Tensor]:
+    """t [B] in [0, 1) as of ``path_times``, stratified over the batch, and the uniforms [B, L] of x_t."""
+    u = (torch.rand(1, generator=g) + torch.arange(batch) / batch) % 1
+    return path_times(u, shift), torch.rand(batch, L, generator=g)
+
+
+def uniform_log_prob(policy, path, prompt, x_1: Tensor, u: Tensor, t: Tensor) -> Tensor:
+    """log p(x_1 | x_t) [B], summed over all tokens, with x_t ~ p_t(x | x_1) drawn at u [B, L]."""
+    return policy(prompt, path.corrupt(x_1, t, u), target=x_1).view(x_1.shape).sum(-1)
+
+
+def objective(args: argparse.Namespace, policy) -> tuple[Callable, Callable]:
+    """(process, bound): what draws t and the noise of a batch, and minus the loss [B] of responses at them.
+
+    Raises ValueError where --path is not what the model is made for.
+    """
+    if policy.mask_id is not None and args.path in (None, "mask"):
+        return forward_process, partial(elbo, policy)
+    if policy.mask_id is not None or args.path == "mask":
+        kind = "uniform" if policy.mask_id is None else "masked"
+        raise ValueError(f"--path {args.path}: --model {args.model} is a model of {kind} diffusion")
+    path, shift = path_of(args, policy)
+    return partial(uniform_process, shift=shift), partial(uniform_log_prob, policy, path)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = flags(argv)
     from eval.task import load_task
@@ -59,6 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         world = start_processes()
         task = load_task(args.task, args.protocol)
         policy, pairs = load(args, world, task)
+        process, log_prob = objective(args, policy)
         parameters = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)
         run = Run(args, world)
@@ -72,12 +105,12 @@ def main(argv: list[str] | None = None) -> None:
     for iteration in run.iterations():
         g = generator("sft", args.seed, iteration)
         chosen = torch.randint(n_held_out, len(pairs), (args.batch,), generator=g)[mine]
-        t, mask = (x[mine].to(world.device) for x in forward_process(args.batch, policy.length, g))
+        t, noise = (x[mine].to(world.device) for x in process(args.batch, policy.length, g))
         r = iteration / args.iterations
         total = 0.0
         for i in range(0, len(mine), args.micro_batch):
             b = slice(i, i + args.micro_batch)
-            bound = elbo(policy, prompts[chosen[b]], x_0[chosen[b]], mask[b], t[b])  # [B], Eq. 2
+            bound = log_prob(prompts[chosen[b]], x_0[chosen[b]], noise[b], t[b])  # [B], Eq. 2
             loss = -(bound * real[b]).sum() / (args.batch * policy.length)
             loss.backward()
             total += loss.item()
@@ -87,9 +120,10 @@ def main(argv: list[str] | None = None) -> None:
         if (iteration + 1) % 20 == 0:
             run.log(iteration + 1, {"loss": world.sum(total)[0], "lr": lr})
 
-    g = generator("bound", args.seed)
-    held_out = log_likelihood(policy, prompts[:n_held_out], x_0[:n_held_out], DRAWS, g)
-    if world.rank == 0:
+    if policy.mask_id is not None:  # there is no such bound of uniform diffusion
+        g = generator("bound", args.seed)
+        held_out = log_likelihood(policy, prompts[:n_held_out], x_0[:n_held_out], DRAWS, g)
+    if world.rank == 0 and policy.mask_id is not None:
         bound = held_out.mean().item() / policy.length
         print(f"bound on log p, held out: {bound:.4f} nats a token ({n_held_out} pairs)")
     score(policy, task, args, world)
@@ -107,16 +141,22 @@ def load(args: argparse.Namespace, world: World, task) -> tuple:
     from models import tiny
 
     pairs = world_of(args.task).base_rows(args.examples, args.seed)
-    return tiny.build(args.task, args.seed, variants_of(args.model)), pairs
+    return tiny.build(args.task, args.seed, variants_of(args.model), args.path or "mask"), pairs
 
 
 def score(policy, task, args: argparse.Namespace, world: World) -> None:
-    """Print the held-out score, with the sampler settings that maskgrpo.py has for the task."""
+    """Print the held-out score, with the sampler settings that maskgrpo.py or udm_grpo.py has for the
+    task."""
     import maskgrpo
+    import udm_grpo
     from eval.evaluate import evaluate
     from samplers import settings_of
 
-    settings = settings_of(maskgrpo.flags(["--task", args.task]), policy.length)
+    if policy.mask_id is None:
+        path = path_of(args, policy)
+        settings = settings_of(udm_grpo.flags(["--task", args.task]), policy.length, *path)
+    else:
+        settings = settings_of(maskgrpo.flags(["--task", args.task]), policy.length)
     rows = task.rows("test", None)[: args.eval_prompts or None]
     for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         chosen = settings | {"temperature": temperature}
@@ -148,17 +188,19 @@ def variants_of(model: str) -> int:
     return int(variants or 8)
 
 
-def base(task: str, model: str, world: World) -> Path:
-    """The directory of a built-in base, trained now where there is none.
+def base(task: str, model: str, world: World, path: str | None = None) -> Path:
+    """The directory of a built-in base, trained now where there is none. ``path``: of uniform diffusion.
 
     It is keyed by a hash of all that it depends on: flags, size, and the pairs of its world.
     """
     from models import tiny
 
-    args = flags(["--task", task, "--model", model, "--shard", "ddp" if world.size > 1 else "none"])
+    chosen = ["--task", task, "--model", model, *(["--path", path] if path else [])]
+    args = flags([*chosen, "--shard", "ddp" if world.size > 1 else "none"])
     pairs = world_of(task).base_rows(200, args.seed)
     kept = ("task", "model", "iterations", "batch", "lr", "weight_decay", "betas", "examples", "seed")
     config = {k: getattr(args, k) for k in kept} | tiny.SIZE | {"variants": variants_of(model)}
+    config |= tiny.PATHS.get(path, {})
     data = [(p["prompt"], p["completion"]) for p in pairs]
     data = [(c, x if isinstance(x, str) else x.sum().item()) for c, x in data]
     digest = hashlib.sha256(json.dumps([config, data], sort_keys=True).encode()).hexdigest()[:10]
@@ -167,7 +209,7 @@ def base(task: str, model: str, world: World) -> Path:
         if world.rank == 0:
             print(f"no base model yet: training one, about 2 min ({out})", flush=True)
         resume = ["--resume"] if (out / "config.json").exists() else []
-        main(["--task", task, "--model", model, "--out", str(out), *resume])
+        main([*chosen, "--out", str(out), *resume])
     world.barrier()
     return out / "model"
 

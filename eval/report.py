@@ -121,6 +121,10 @@ def main() -> None:
         from eval import credit
 
         return credit.main(sys.argv[2:])
+    if sys.argv[1:2] == ["udm"]:
+        from eval import udm_diagnostics
+
+        return udm_diagnostics.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
         "eval.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
