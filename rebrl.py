@@ -2,7 +2,7 @@
 
     python rebrl.py                                      # tiny-geneval, minutes on a laptop
     torchrun --nproc_per_node 6 rebrl.py --model Gen-Verse/MMaDA-8B-Base --task geneval --data prompts/ \\
-        --shard fsdp
+        --reward hpsv3 --shard fsdp --dtype bfloat16
 
 A token that is masked at t_j is masked at every later t_j' too, so what the sampler reveals late is trained
 most often: a token revealed at t_j has weight sum_{j'>=j} 1/t_j' = mu sum_{j'>=j} 1/j' in an update (from
