@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         prompts = policy.encode([pair["prompt"] for pair in pairs])
         x_0 = policy.respond([pair["completion"] for pair in pairs])  # [n, L]
 
-    n_held_out = min(256, len(pairs) // 10)
+    n_held_out = min(256, -(-len(pairs) // 10))
     mine, real = world.share(args.batch)
     real = torch.tensor(real, device=world.device)
     for iteration in run.iterations():
@@ -121,27 +121,47 @@ def main(argv: list[str] | None = None) -> None:
             run.log(iteration + 1, {"loss": world.sum(total)[0], "lr": lr})
 
     if policy.mask_id is not None:  # there is no such bound of uniform diffusion
-        g = generator("bound", args.seed)
-        held_out = log_likelihood(policy, prompts[:n_held_out], x_0[:n_held_out], DRAWS, g)
-    if world.rank == 0 and policy.mask_id is not None:
-        bound = held_out.mean().item() / policy.length
-        print(f"bound on log p, held out: {bound:.4f} nats a token ({n_held_out} pairs)")
-    score(policy, task, args, world)
+        bound = held_out_bound(policy, prompts[:n_held_out], x_0[:n_held_out], args, world)
+        if world.rank == 0:
+            print(f"bound on log p, held out: {bound:.4f} nats a token ({n_held_out} pairs)")
     run.finish(policy)
+    if not args.data:  # pairs of one's own: python -m eval.evaluate says which task they are for
+        score(policy, task, args, world)
+
+
+def held_out_bound(policy, prompts, x_0: Tensor, args: argparse.Namespace, world: World) -> float:
+    """The bound on log p(x_0 | c) a token, mean over the pairs; each process has its share of them."""
+    mine, real = world.share(len(x_0))
+    total = 0.0
+    for i in range(0, len(mine), args.micro_batch):
+        b = mine[i : i + args.micro_batch]
+        bound = log_likelihood(policy, prompts[b], x_0[b], DRAWS, generator("bound", args.seed, *b))
+        total += (bound.cpu() * torch.tensor(real[i : i + args.micro_batch])).sum().item()
+    return world.sum(total)[0] / x_0.numel()
 
 
 def load(args: argparse.Namespace, world: World, task) -> tuple:
-    """(policy, pairs): an untrained built-in model with the pairs of its world, or --model and --data."""
+    """(policy, pairs): an untrained built-in model, or --model; the pairs of its world, or --data.
+
+    Raises ValueError for a --model that has neither.
+    """
     from eval.jsonl import read_jsonl
+    from models import tiny
     from scale import load_policy
 
-    if args.data and not args.model.startswith("tiny"):
+    if args.model.split(":")[0] == "tiny":
+        policy = tiny.build(args.task, args.seed, variants_of(args.model), args.path or "mask")
+    elif args.data:
         args.beta = 0.0  # no reference
-        return load_policy(args, world, task)[0], read_jsonl(args.data, ("prompt", "completion"))
-    from models import tiny
-
-    pairs = world_of(args.task).base_rows(args.examples, args.seed)
-    return tiny.build(args.task, args.seed, variants_of(args.model), args.path or "mask"), pairs
+        policy = load_policy(args, world, task)[0]
+    else:
+        raise ValueError(f"--model {args.model}: add --data, the prompts and completions to train it on")
+    if not args.data:
+        return policy, world_of(args.task).base_rows(args.examples, args.seed)
+    pairs = read_jsonl(args.data, ("prompt", "completion"))
+    if task.modality != "text" or len(pairs) < 2:
+        raise ValueError(f"--data {args.data}: at least two pairs of texts are needed, and a --task of texts")
+    return policy, pairs
 
 
 def score(policy, task, args: argparse.Namespace, world: World) -> None:

@@ -1,13 +1,18 @@
 """sft.py: its forward process and loss against the exact bound."""
 
+import argparse
+import json
 import math
 
 import pytest
+import released_standins
 import torch
 from toys import Pairwise, any_order_bound
 
-from common import elbo, end_of_text, generator
-from sft import forward_process
+import models
+import sft
+from common import World, elbo, end_of_text, generator
+from sft import forward_process, held_out_bound
 
 
 def test_t_is_uniform_on_zero_to_one_and_stratified():
@@ -58,3 +63,52 @@ def test_sft_trains_the_padding_and_rl_stops_at_the_end():
     masks = torch.stack([forward_process(4, policy.length, generator("canvas", n))[1] for n in range(100)])
     assert masks.any(0).all() and masks.shape[-1] == 8
     assert end_of_text(x_0, policy.end_ids).item() == 4
+
+
+def test_the_held_out_bound_is_the_mean_of_the_exact_ones():
+    """J3: 32 draws a pair; any micro-batch."""
+    policy = Pairwise(K=3, L=3, scale=0.5)
+    x_0, prompts = torch.tensor([[0, 2, 1], [1, 1, 0]]).repeat(100, 1), policy.encode(["1 2", "3"] * 100)
+    exact = sum(any_order_bound(policy, prompts[[i]], x_0[[i]]) for i in range(2)) / (2 * 3)
+    for size in (200, 7):
+        args = argparse.Namespace(micro_batch=size, seed=0)
+        ours = held_out_bound(policy, prompts, x_0, args, World(0, 1, torch.device("cpu")))
+        assert ours == pytest.approx(exact, abs=0.03)
+
+
+@pytest.fixture
+def llada(tmp_path):
+    return released_standins.llada(
+        tmp_path / "model", config=released_standins.LLADA | {"max_sequence_length": 512}
+    )
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": "a red cube", "completion": "two dogs"},
+        {"prompt": "a ball", "completion": "on a table"},
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_a_model_is_trained_on_pairs_of_ones_own_and_stored(tmp_path, llada, pairs, capsys):
+    """Whatever its length, which the sampler settings of the default task need not fit; no score of a task
+    that the pairs are not for."""
+    argv = f"--model {llada} --data {pairs} --iterations 2 --batch 2 --out {tmp_path}/run"
+    sft.main(argv.split())
+    trained, before = (models.load(str(path)).state_dict() for path in (tmp_path / "run/model", llada))
+    assert any(not torch.equal(trained[name], before[name]) for name in before)
+    assert "bound on log p, held out" in capsys.readouterr().out
+
+
+def test_what_cannot_be_trained_is_one_sentence(tmp_path, llada, pairs):
+    for argv, message in (
+        (f"--model {llada}", "--model .*: add --data"),
+        (f"--data {pairs} --task tiny-geneval", "--data .*: at least two pairs of texts"),
+        ("--task gsm8k", "only for tiny-math and tiny-geneval"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            sft.main(["--out", f"{tmp_path}/run", "--iterations", "1", *argv.split()])
