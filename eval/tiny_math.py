@@ -1,7 +1,7 @@
 """tiny-math: word problems over the numbers 0-9, worked out step by step. In the role of GSM8K; exact reward,
 no download.
 
-    ann has 3 pears gets 4 loses 2 ?   ->   3 + 4 = 7 ; 7 - 2 = 5 ; answer 5
+    ann has 3 pears gets 4 loses 2 ?   ->   3 + 4 = 7 - 2 = 5 answer 5
 
 A problem (numbers and operations, names aside) belongs to train or test by its hash, so that the two are
 disjoint. The base model learns from ``base_rows``, where part of the solutions make systematic slips: what it
@@ -19,10 +19,11 @@ from eval.task import Task
 NAMES = ("ann", "ben", "eve", "tom")
 THINGS = ("pears", "nuts", "cups", "pens")
 DIGITS = tuple(str(n) for n in range(10))
-WORDS = (*DIGITS, "+", "-", "=", ";", "answer", "has", "gets", "loses", "?", *NAMES, *THINGS)
-LENGTH = 24  # tokens of a completion
-SLIPS = {"skip the last step": 0.45, "flip an operator": 0.25, "miscalculate": 0.05}
-STEP = re.compile(r"\d [+-] \d = \d ;")
+WORDS = (*DIGITS, "+", "-", "=", "answer", "has", "gets", "loses", "?", *NAMES, *THINGS)
+LENGTH = 16  # tokens of a completion
+LARGEST_STEP = 4  # what is got or lost at once
+SLIPS = {"skip the last step": 0.4, "flip an operator": 0.2, "miscalculate": 0.05}
+LAYOUT = re.compile(r"\d( [+-] \d = \d)+ answer \d")
 
 
 def problem(rng: np.random.Generator) -> dict:
@@ -31,7 +32,7 @@ def problem(rng: np.random.Generator) -> dict:
     operations = []
     for _ in range(int(rng.integers(2, 4))):
         add = value == 0 or (value < 9 and rng.random() < 0.5)
-        operand = int(rng.integers(1, (9 - value if add else value) + 1))
+        operand = int(rng.integers(1, min(LARGEST_STEP, 9 - value if add else value) + 1))
         value += operand if add else -operand
         operations.append(("gets" if add else "loses", operand))
     return {"start": start, "operations": operations, "answer": value}
@@ -63,9 +64,9 @@ def solution(p: dict, rng: np.random.Generator | None = None) -> str:
         result = int(rng.integers(10)) if i == wrong else value + sign * operand
         if not 0 <= result <= 9:
             break  # after a wrong result the story can leave 0..9; the solution then stops short
-        steps.append(f"{value} {'+' if sign > 0 else '-'} {operand} = {result} ;")
+        steps.append(f"{'+' if sign > 0 else '-'} {operand} = {result}")
         value = result
-    return " ".join([*steps, f"answer {value}"])
+    return " ".join([str(p["start"]), *steps, f"answer {value}"])
 
 
 def rows(split: str, data: str | None = None) -> list[dict]:
@@ -96,10 +97,9 @@ def reward(rows: list[dict], completions: list[str]) -> dict[str, np.ndarray]:
     """correct: the completion ends with "answer N" and N is right; format: steps, then the answer, nothing
     else."""
     correct = [c.split()[-2:] == ["answer", r["answer"]] for r, c in zip(rows, completions, strict=True)]
-    layout = re.compile(rf"(?:{STEP.pattern} )+answer \d")
     return {
         "correct": np.array(correct, dtype=float),
-        "format": np.array([bool(layout.fullmatch(c)) for c in completions], dtype=float),
+        "format": np.array([bool(LAYOUT.fullmatch(c)) for c in completions], dtype=float),
     }
 
 

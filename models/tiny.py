@@ -8,11 +8,12 @@ from models.policy import Policy
 
 SIZE = dict(
     hidden_size=64,
-    intermediate_size=192,
-    num_hidden_layers=3,
+    intermediate_size=256,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=4,
     initializer_range=0.08,  # transformers' 0.02 is for widths of thousands
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # rows are 50 tokens, not thousands
 )
 TEXT_SPECIAL = ("<end>", "<mask>")
 IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>")
