@@ -31,7 +31,9 @@ def load_pairs(path: str | Path, policy, cache_dir: str | Path) -> tuple[list[st
     ValueError, naming file and row, for a pair without a caption or with a picture that cannot be read.
     """
     with torch.no_grad():
-        height, width = policy.decode(torch.zeros(1, policy.length, dtype=torch.long)).shape[-2:]
+        device = next(policy.parameters()).device
+        any_codes = torch.zeros(1, policy.length, dtype=torch.long, device=device)
+        height, width = policy.decode(any_codes).shape[-2:]
     captions, codes = [], []
     for file in files(Path(path)):
         cached = Path(cache_dir) / f"{key(file, policy, height, width)}.safetensors"
