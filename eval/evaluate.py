@@ -55,21 +55,23 @@ def evaluate_run(run, step: int, policy, task, rows: list[dict], settings: dict,
     """When an evaluation is due after ``step`` iterations: score the held-out prompts greedily and sampled,
     write samples.
 
-    A resumed run does not score a step twice.
+    A resumed run scores what is missing of a step, and nothing twice.
     """
-    due = step in (0, args.iterations) or (args.eval_every and step % args.eval_every == 0)
-    if not due or run.world.any(any(s["step"] == step for s in run.scores())):
+    if step not in (0, args.iterations) and not (args.eval_every and step % args.eval_every == 0):
         return
     from eval.gallery import write_samples
 
-    rows = rows[: args.eval_prompts or None]
+    rows, scored = rows[: args.eval_prompts or None], None
+    done = {s["mode"] for s in run.scores() if s["step"] == step}
     for mode, temperature in (("greedy", 0.0), ("sampled", args.temperature)):
+        if run.world.any(mode in done):
+            continue
         chosen = settings | {"temperature": temperature, "steps": args.eval_steps or settings["steps"]}
         scored = evaluate(
             policy, task, rows, chosen, seed=args.seed, world=run.world, micro_batch=args.micro_batch
         )
         run.score(step, task.name, mode, scored.summary)
-    if run.world.rank == 0:
+    if scored and run.world.rank == 0:
         shown = scored.mine[:16]
         write_samples(
             run.dir / "samples" / f"step_{step:06d}",
