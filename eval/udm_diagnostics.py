@@ -7,7 +7,7 @@ The paper measures the distance as FID. On the built-in world it is a total vari
 pairs of colours of neighbouring cells, counted over the states at t, against the share in the states x_t ~
 p_t(x | x_1) of the base's own pictures x_1, which is exact, without a draw. A few states differ from it by
 chance alone: "training" is the distance of as many true training states, the zero of the scale. Forward
-states are noised clean samples, and noise brings distributions closer: they are never farther away than those.
+states are noised clean samples, and noise brings distributions closer: they are never farther than those are.
 """
 
 import argparse
