@@ -349,8 +349,8 @@ class World:
         return v.item()
 
     def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """--shard ddp, as cleanRL does it: the loss is divided by global counts, so gradients add up. Those of
-        --shard fsdp come summed."""
+        """--shard ddp, as cleanRL does it: the loss is divided by global counts, so gradients add up.
+        Those of --shard fsdp come summed."""
         if self.size == 1 or hasattr(parameters[0], "full_tensor"):
             return
         for p in parameters:

@@ -39,10 +39,21 @@ RECIPES = [
         "^tiny", ("tiny-geneval",), IMAGE, dict(prompts=8, mu=6, steps=8, cfg=1.0, lr=1e-4, iterations=44)
     ),
     Recipe(
+        r"LLaDA-(8B-(Instruct|Base)|1\.5)$|MMaDA-8B-(Base|MixCoT)$",
+        ("gsm8k", "math500", "mbpp"),
+        TEXT
+        | dict(length=256, steps=128, block=16, temperature=0.9, group_size=6, mu=12, eps=0.2, beta=0.01)
+        | dict(lr=3e-6, weight_decay=0.1, betas=(0.9, 0.99), grad_clip=0.2, ref_every=64)
+        | dict(lora_rank=128, lora_alpha=64.0),
+        dict(prompts=16, iterations=400, warmup=0, micro_batch=12, dtype="bfloat16", grad_checkpoint=True)
+        | dict(eval_every=50, save_every=25),
+    ),
+    Recipe(
         "Gen-Verse/MMaDA",
         ("geneval", "ocr", "captions"),
         IMAGE | dict(schedule="cosine", steps=12, eval_steps=32, cfg=3.5, group_size=9, mu=8, lr=3e-6),
-        dict(eps=0.2, beta=0.01, prompts=8, iterations=1800, micro_batch=6, grad_checkpoint=True),
+        dict(eps=0.2, beta=0.01, prompts=8, iterations=1800, micro_batch=6, grad_checkpoint=True)
+        | dict(dtype="bfloat16", shard="fsdp"),
     ),
 ]
 
@@ -188,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with one_sentence():
         world = start_processes()
-        task = load_task(args.task, args.protocol)
+        task = load_task(args.task, args.protocol, args.unsafe_exec)
         rewards = Rewards(task, args.reward, strict=args.strict, device=str(world.device))
         rows_train, rows_test = task.rows("train", args.data), task.rows("test", args.data)
         policy, reference = load_policy(args, world, task)

@@ -144,8 +144,8 @@ def path_of(args: argparse.Namespace, policy) -> tuple:
 def parse(
     parser: argparse.ArgumentParser, recipes: list[Recipe], argv: list[str] | None = None
 ) -> argparse.Namespace:
-    """Flags over the recipe of the model and task chosen over the script's defaults. ``args.source`` says, flag
-    by flag, where a value comes from. With --dry-run the memory needed is printed, and nothing else done."""
+    """Flags over the recipe of the model and task chosen over the script's defaults. ``args.source`` says,
+    flag by flag, where a value comes from. With --dry-run, print the memory needed and stop."""
     words = sys.argv[1:] if argv is None else argv
     first, _ = parser.parse_known_args([w for w in words if w not in ("-h", "--help")])
     recipe = find_recipe(recipes, first.model, first.task)

@@ -1,5 +1,5 @@
-"""A policy as the flags ask for it: loaded, with its reference, whole or sharded, with LoRA or without; and how
-it is stored."""
+"""A policy as the flags ask for it: with its reference, whole or sharded, with LoRA or without; and how it is
+stored."""
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ class Reference(nn.Module):
 
     @torch.no_grad()
     def refresh(self, policy) -> None:
-        for mine, new in zip(self.policy.parameters(), policy.parameters(), strict=True):
-            mine.copy_(new)
+        new = policy.state_dict()  # of sharded models the shards, though a forward pass has left some whole
+        for name, mine in self.policy.state_dict().items():
+            mine.copy_(new[name])
 
 
 class AdapterReference:
@@ -63,8 +64,8 @@ def load_policy(args, world: World, task) -> tuple:
     dtype, sharded = getattr(torch, args.dtype), args.shard == "fsdp"
     if dtype != torch.float32 and not args.lora_rank and not sharded:
         raise ValueError(
-            f"--dtype {args.dtype} without --lora-rank: steps of --lr would be lost in the rounding of the weights;"
-            " add --shard fsdp (one process will do), which keeps them in float32 and computes in --dtype"
+            f"--dtype {args.dtype} without --lora-rank: steps of --lr would be lost in the rounding of the "
+            "weights; add --shard fsdp (one process will do): it keeps them in float32, computes in --dtype"
         )
 
     def load(held: torch.dtype):
@@ -105,8 +106,8 @@ def add_adapter(policy, path: str, args) -> None:
 
 
 def shard(policy, dtype: torch.dtype, world: World) -> None:
-    """FSDP2: each block a unit, all else the root unit; computed in ``dtype``, gradients summed (not averaged)
-    over the ranks in float32."""
+    """FSDP2: each block a unit, all else the root unit; computed in ``dtype``, gradients summed (not
+    averaged) over the ranks in float32."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if not dist.is_initialized():  # one process without torchrun
@@ -127,14 +128,14 @@ def gathered(module: nn.Module, world: World) -> dict[str, Tensor]:
     for name, value in module.state_dict().items():
         if isinstance(value, DTensor):
             value = value.full_tensor()
-            value = value.cpu() if world.rank == 0 else None
+            value = torch.empty_like(value, device="cpu").copy_(value) if world.rank == 0 else None
         whole[name] = value
     return whole
 
 
 def store(policy, path, args, world: World) -> None:
     """The trained model in ``path``, for ``models.load``: all weights in --dtype or, with LoRA, the adapter
-    alone; with --export llada also the whole model in the released layout, beside it. Every rank must call."""
+    alone; with --export llada the whole model in the released layout too, beside it. Every rank must call."""
     state = gathered(policy.backbone, world)
     if world.rank:
         return

@@ -1,6 +1,7 @@
 """LoRA by peft: low-rank adapters on all seven projections of each block, beside a frozen base."""
 
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +48,9 @@ def add_reference(policy: Policy) -> None:
     """A second adapter, frozen, a copy of the first: see ``copy`` and ``use``."""
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(policy.backbone.peft_config[POLICY], policy.backbone, REFERENCE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks whether a second adapter is meant
+        inject_adapter_in_model(policy.backbone.peft_config[POLICY], policy.backbone, REFERENCE)
     policy.eval()
     for _, layer in layers(policy):
         for pair in (layer.lora_A, layer.lora_B):

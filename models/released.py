@@ -92,9 +92,13 @@ def names(layers: int) -> dict[str, str]:
 
 def read_config(path: Path):
     """A released config.json as a LlamaConfig that keeps the original in ``.released``."""
+    return config(weights.read_json(path), path)
+
+
+def config(released: dict, path: Path | str):
+    """The same from its fields; ``path`` is what an error names."""
     from transformers import LlamaConfig
 
-    released = weights.read_json(path)
     filled = {"n_kv_heads": released.get("n_heads"), "embedding_size": released.get("vocab_size")}
     filled |= {name: value for name, value in released.items() if value is not None}
     absent = [name for name in (*SIZES, "rope_theta") if filled.get(name) is None]
