@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with one_sentence():
         world = start_processes()
-        task = load_task(args.task, args.protocol)
+        task = load_task(args.task, args.protocol, args.unsafe_exec)
         policy, pairs = load(args, world, task)
         process, log_prob = objective(args, policy)
         parameters = [p for p in policy.parameters() if p.requires_grad]

@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with one_sentence():
         world = start_processes()
-        task = load_task(args.task, args.protocol)
+        task = load_task(args.task, args.protocol, args.unsafe_exec)
         rewards = Rewards(task, args.reward, strict=args.strict, device=str(world.device))
         rows_train, rows_test = task.rows("train", args.data), task.rows("test", args.data)
         policy, reference = load_policy(args, world, task)
