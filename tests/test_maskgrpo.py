@@ -618,6 +618,19 @@ def test_completions_of_a_group_differ_and_do_not_depend_on_the_micro_batch(iter
         assert torch.equal(iterate("--micro-batch", size).rows("new", "x_0")[0], x_0)
 
 
+def test_the_global_generator_is_neither_read_nor_moved(iterate):
+    """A fault: the public code resets it at each call for log-probabilities, so that whatever else draws
+    from it repeats."""
+    drawn = []
+    for seed in (1, 2):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            state = torch.get_rng_state()
+            drawn.append(torch.cat([*iterate("--remask", "random").gradients]))
+            assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(*drawn)
+
+
 # ---- Who shares a mask
 
 

@@ -176,12 +176,16 @@ def test_a_draw_never_takes_what_has_no_probability():
 
 
 def test_large_vocabularies_keep_their_tail():
-    """C3: 126,464 equal logits; float32 would lose the sum's last digits, chunks of rows change nothing."""
+    """C3: of 126,464 equal logits each is drawn, in chunks of rows too; and a token of probability 2e-9
+    behind one of nearly 1, which a float32 sum cannot tell from its neighbours."""
     size = 126_464
     u = (torch.tensor([0, 1, size - 1]) + 0.5).double() / size
-    assert draw(torch.zeros(3, size), u).tolist() == [0, 1, size - 1]
     many = draw(torch.zeros(300, size), u.repeat(100))  # more than 2^24 probabilities: several chunks
     assert many.tolist() == [0, 1, size - 1] * 100
+    logits = torch.zeros(1, 1000)
+    logits[0, 0] = 20.0
+    u = (math.exp(20) + 516.5) / (math.exp(20) + 999)
+    assert draw(logits, torch.tensor([u], dtype=torch.float64)).item() == 517
 
 
 def test_confidence_is_the_raw_probability_of_the_drawn_token():
