@@ -206,12 +206,13 @@ def test_rows_without_masked_tokens_stay_while_others_go_on():
     reveal = most_confident(torch.tensor([[9.0] * 4, [1.0, 3.0, 2.0, 9.0]]), where, 1)
     assert reveal.tolist() == [[False] * 4, [False, True, False, False]]
     assert most_confident(torch.rand(2, 4), where, 9).equal(where)
-    policy = a_policy()
-    canvas = torch.tensor([[1, 2, 3, 4, 0, 1, 2, 3], [1, 5, 5, 4, 5, 1, 2, 3]])
+    canvas = torch.tensor([[1, 2, 3, 4, 0, 1, 2, 3], [1, 5, 5, 4, 5, 1, 2, 3]]).repeat(20, 1)
+    known = canvas < 5
     for name in ("maskgit", "emerge"):
-        out = run(name, policy, 2, canvas=canvas)
-        assert torch.equal(out.x_0[0], canvas[0]) and (out.x_0[1] < 5).all()
-        assert torch.equal(out.x_0[1][canvas[1] < 5], canvas[1][canvas[1] < 5])
+        out = run(name, a_policy(), 40, canvas=canvas)
+        assert (out.x_0 < 5).all()
+        for x_t in (*(x_t for x_t, _ in out.trajectory), out.x_0):
+            assert torch.equal(x_t[known], canvas[known])
 
 
 # ---- LLaDA

@@ -26,6 +26,14 @@ def test_t_is_uniform_on_zero_to_one_and_stratified():
         assert ((row.mean(0) - expected).abs() < 4 * row.std(0) / math.sqrt(2000)).all()
 
 
+@pytest.mark.parametrize("extreme", [0.0, 1 - 2**-24])
+def test_t_is_never_zero_not_even_at_the_ends_of_what_a_generator_gives(monkeypatch, extreme):
+    """1/t would be infinite there."""
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.full(shape, extreme))
+    t, _ = forward_process(4, 3, generator("t"))
+    assert (t > 0).all() and (t <= 1).all()
+
+
 def test_tokens_are_masked_independently_with_probability_t():
     t, mask = forward_process(50_000, 3, generator("mask"))
     excess = mask.double() - t[:, None]
