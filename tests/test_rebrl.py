@@ -269,7 +269,7 @@ def test_gradient_of_a_guided_score_reaches_both_rows(base):
 def test_unconditional_row_keeps_the_text_length_and_the_current_image(base, sampler):
     """Report D1: at every step the rows differ in the words alone; an empty prompt makes guidance idle."""
     policy = load(str(base))
-    prompt = policy.encode(["a red square", "two rings"])
+    prompt = policy.encode(["a red square", "two crosses"])
     settings = dict(sampler=sampler, steps=4, temperature=1.0, cfg=3.0, cfg_until=1.0, schedule_name="cosine")
     pairs, hidden = [], policy.hidden
     policy.hidden = lambda p, x: pairs.append((p, x)) or hidden(p, x)
