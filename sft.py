@@ -199,13 +199,15 @@ def world_of(task: str):
 
 
 def variants_of(model: str) -> int:
-    """Patches of a colour in ``tiny:<variants>`` (tiny-geneval), 8 in ``tiny``."""
+    """Shades of a patch in ``tiny:<variants>`` (tiny-geneval); ``tiny`` has the default."""
     name, _, variants = model.partition(":")
-    if name != "tiny" or not (variants or "8").isdigit():
+    from models.tiny import VARIANTS
+
+    if name != "tiny" or not (variants or "1").isdigit():
         raise ValueError(
-            f"--model {model}: accepted are tiny, tiny:<variants of a patch>, a hub id, a directory"
+            f"--model {model}: accepted are tiny, tiny:<shades of a patch>, a hub id, a directory"
         )
-    return int(variants or 8)
+    return int(variants or VARIANTS)
 
 
 def base(task: str, model: str, world: World, path: str | None = None) -> Path:

@@ -1,11 +1,11 @@
-"""tiny-geneval: coloured shapes on a grid, asked for in words, over the six tasks of GenEval; exact detector,
-no download.
+"""tiny-geneval: coloured shapes asked for in words, over the six tasks of GenEval. Exact detector.
 
-The picture is 6 x 6 patches of 16 px, in 2 x 2 slots of 3 x 3 cells. A slot holds nothing or one shape of one
-colour. The detector reads the pixels: it takes the nearest palette colour of each cell and compares the slot
-with the three shapes.
+The picture has 2 x 2 slots; a slot holds nothing, or one shape of one colour drawn by 2 x 2 patches of 24 px.
+The detector reads the pixels, the nearest patch of each cell. Four patches that do not make up one shape of
+one colour are something unknown, and then the picture is wrong.
 """
 
+import functools
 import hashlib
 import itertools
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from eval.jsonl import read_jsonl
 from eval.task import Task
 
-SIDE, CELL, PATCH = 6, 3, 16  # cells a side, cells of a slot, pixels of a cell
+SIDE, CELL, PATCH = 4, 2, 24  # cells a side, cells of a slot, pixels of a cell
 PALETTE = {
     "background": (236, 233, 226),
     "red": (206, 52, 48),
@@ -26,21 +26,22 @@ PALETTE = {
     "purple": (132, 68, 160),
 }
 COLOURS = tuple(PALETTE)[1:]
-SHAPES = {"square": "111111111", "cross": "010111010", "ring": "111101111"}
+SHAPES = ("square", "circle", "diamond")
+NOTHING = (None, None)
+# What a slot may hold: (shape, colour) -> the patches of its four cells, by number; patch 0 is background
+SLOTS = {NOTHING: np.zeros(4, dtype=np.int64)} | {
+    content: 1 + 4 * i + np.arange(4) for i, content in enumerate(itertools.product(SHAPES, COLOURS))
+}
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 RELATIONS = {"left of": (0, -1), "right of": (0, 1), "above": (-1, 0), "below": (1, 0)}
 TEMPLATES = ("{}", "a photo of {}", "a picture of {}", "a drawing of {}")
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-FLAWS = {"wrong caption": 0.2, "distractor": 0.2, "prompt dropped": 0.1}
-
-
-def plural(shape: str) -> str:
-    return shape + ("es" if shape == "cross" else "s")
+FLAWS = {"wrong caption": 0.15, "distractor": 0.2, "prompt dropped": 0.1}
 
 
 WORDS = tuple(
     dict.fromkeys(
-        ["a", "and", "photo", "of", "picture", "drawing", *SHAPES, *map(plural, SHAPES), *COLOURS]
+        ["a", "and", "photo", "of", "picture", "drawing", *SHAPES, *(f"{s}s" for s in SHAPES), *COLOURS]
         + [*NUMBERS.values(), *" ".join(RELATIONS).split()]
     )
 )
@@ -54,7 +55,7 @@ def cores() -> list[dict]:
         for colour in COLOURS:
             made.append(("colors", [{"class": a, "count": 1, "color": colour}], f"a {colour} {a}"))
         for n, word in NUMBERS.items():
-            made.append(("counting", [{"class": a, "count": n}], f"{word} {plural(a)}"))
+            made.append(("counting", [{"class": a, "count": n}], f"{word} {a}s"))
     for a, b in itertools.permutations(SHAPES, 2):
         made.append(("two_object", [{"class": a, "count": 1}, {"class": b, "count": 1}], f"a {a} and a {b}"))
         for relation in RELATIONS:
@@ -92,6 +93,19 @@ def rows(split: str, data: str | None = None) -> list[dict]:
 # ---- Pictures
 
 
+@functools.cache
+def patches() -> np.ndarray:
+    """uint8 [61, 24, 24, 3]: the background, then the four quarters of each shape in each colour."""
+    half = CELL * PATCH / 2
+    y, x = np.abs(np.mgrid[0.5 - half : half, 0.5 - half : half])
+    inside = {"square": np.maximum(x, y) < 19, "circle": np.hypot(x, y) < 21, "diamond": x + y < 23}
+    made = [np.full((PATCH, PATCH, 3), PALETTE["background"], dtype=np.uint8)]
+    for shape, colour in list(SLOTS)[1:]:
+        picture = np.where(inside[shape][..., None], PALETTE[colour], PALETTE["background"]).astype(np.uint8)
+        made += [quarter for row in np.split(picture, 2) for quarter in np.split(row, 2, axis=1)]
+    return np.stack(made)
+
+
 def scene(include: list[dict], rng: np.random.Generator, distractor: bool = False) -> np.ndarray:
     """A grid [6, 6] of palette indices that shows what was asked for, everything left open drawn at
     random."""
@@ -102,21 +116,20 @@ def scene(include: list[dict], rng: np.random.Generator, distractor: bool = Fals
             break
     free = [s for s in itertools.product(range(2), range(2)) if s not in slots]
     if distractor and free:
-        objects.append({"class": str(rng.choice(list(SHAPES)))})
+        objects.append({"class": str(rng.choice(SHAPES))})
         slots.append(free[rng.integers(len(free))])
     grid = np.zeros((SIDE, SIDE), dtype=np.int64)
     for o, (row, column) in zip(objects, slots, strict=True):
-        colour = tuple(PALETTE).index(o.get("color") or str(rng.choice(COLOURS)))
-        cells = np.array([int(c) for c in SHAPES[o["class"]]]).reshape(CELL, CELL)
-        grid[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL] = colour * cells
+        numbers = SLOTS[o["class"], o.get("color") or str(rng.choice(COLOURS))].reshape(CELL, CELL)
+        grid[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL] = numbers
     return grid
 
 
 def render(grid: np.ndarray, rng: np.random.Generator) -> Tensor:
-    """uint8 picture [3, 96, 96] of a grid [6, 6], each cell in a shade of its own."""
-    cells = np.array(list(PALETTE.values()))[grid] + rng.integers(-8, 9, (SIDE, SIDE, 3))
-    image = cells.clip(0, 255).astype(np.uint8).repeat(PATCH, 0).repeat(PATCH, 1)
-    return torch.from_numpy(image).permute(2, 0, 1)
+    """uint8 picture [3, 96, 96] of patch numbers [4, 4], each cell in a shade of its own."""
+    cells = patches()[grid] + rng.integers(-8, 9, (SIDE, SIDE, 1, 1, 3))  # [4, 4, 24, 24, 3]
+    rows = cells.clip(0, 255).astype(np.uint8).swapaxes(1, 2).reshape(SIDE * PATCH, SIDE * PATCH, 3)
+    return torch.from_numpy(rows).permute(2, 0, 1)
 
 
 def holds(part: dict, slot: tuple[int, int], slots: list[tuple[int, int]]) -> bool:
@@ -129,23 +142,24 @@ def holds(part: dict, slot: tuple[int, int], slots: list[tuple[int, int]]) -> bo
     return y * down > 0 if down else x * right > 0
 
 
+def cells(images: Tensor) -> Tensor:
+    """uint8 or float images [B, 3, 96, 96] -> their patches, flattened: float [B, 16, 24 * 24 * 3]."""
+    parts = images.float().unflatten(2, (SIDE, PATCH)).unflatten(4, (SIDE, PATCH))  # [B, 3, 4, 24, 4, 24]
+    return parts.permute(0, 2, 4, 3, 5, 1).reshape(len(images), SIDE * SIDE, -1)
+
+
 def detect(image: Tensor) -> list[tuple[str, str, tuple[int, int]]] | None:
-    """Objects (shape, colour, slot) in a uint8 picture [3, 96, 96]; None if a slot holds something
-    unknown."""
-    cells = image.float().view(3, SIDE, PATCH, SIDE, PATCH).mean((2, 4)).permute(1, 2, 0)  # [6, 6, 3]
-    colours = torch.cdist(cells.reshape(-1, 3), torch.tensor(list(PALETTE.values())).float()).argmin(-1)
-    grid = colours.view(SIDE, SIDE).numpy()
+    """Objects (shape, colour, slot) in a uint8 picture [3, 96, 96]; None if a slot holds anything else."""
+    known = torch.from_numpy(patches()).float().flatten(1)
+    grid = torch.cdist(cells(image[None])[0], known).argmin(-1).view(SIDE, SIDE).numpy()
     found = []
     for row, column in itertools.product(range(2), range(2)):
         slot = grid[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL].ravel()
-        shown = sorted(set(slot) - {0})
-        if not shown:
-            continue
-        pattern = "".join(str(int(c > 0)) for c in slot)
-        shape = next((name for name, cells in SHAPES.items() if cells == pattern), None)
-        if len(shown) > 1 or shape is None:
+        content = next((c for c, numbers in SLOTS.items() if (numbers == slot).all()), None)
+        if content is None:
             return None
-        found.append((shape, tuple(PALETTE)[shown[0]], (row, column)))
+        if content != NOTHING:
+            found.append((*content, (row, column)))
     return found
 
 

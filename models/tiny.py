@@ -17,7 +17,7 @@ SIZE = dict(
 )
 TEXT_SPECIAL = ("<end>", "<mask>")
 IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>")
-VARIANTS = 8  # near-equal patches of each colour: codebook size / 6
+VARIANTS = 2  # near-equal shades of each patch: codebook size / 61
 PATHS = {  # what a uniform-diffusion base says of its path
     "mixture": {"path": "mixture", "shift": 1.0},
     "metric": {"path": "metric", "alpha": 0.9, "c": 3.0, "power": 1, "shift": 1.0},
@@ -25,33 +25,34 @@ PATHS = {  # what a uniform-diffusion base says of its path
 
 
 class Patches(nn.Module):
-    """The image tokenizer of tiny-geneval: code c is a 16 px patch of palette colour c // variants, in a
-    slightly different shade for each variant. ``codebook`` [K, 3]: the shades, centred."""
+    """The image tokenizer of tiny-geneval: code c is patch c // variants of the world, each variant in a
+    slightly other shade. ``codebook`` [K, 12]: the mean colours of the quarters of each patch, centred."""
 
     def __init__(self, variants: int = VARIANTS):
         super().__init__()
-        from eval.tiny_geneval import PALETTE, PATCH, SIDE
+        from eval.tiny_geneval import PATCH, SIDE, patches
 
         self.side, self.patch, self.source = SIDE, PATCH, f"tiny:{variants}"
-        shade = (
-            torch.rand(len(PALETTE) * variants, 3, generator=torch.Generator().manual_seed(variants)) * 16 - 8
-        )
-        colours = (
-            torch.tensor(list(PALETTE.values()), dtype=torch.float32).repeat_interleave(variants, 0) + shade
-        )
-        self.register_buffer("colours", colours.round().clamp(0, 255), persistent=False)
-        self.register_buffer("codebook", self.colours / 255 - 0.5, persistent=False)
+        drawn = torch.from_numpy(patches()).float().repeat_interleave(variants, 0)  # [K, 24, 24, 3]
+        g = torch.Generator().manual_seed(variants)
+        shade = torch.rand(len(drawn), 1, 1, 3, generator=g) * 16 - 8
+        drawn = (drawn + shade).round().clamp(0, 255)
+        quarters = drawn.unflatten(1, (2, -1)).unflatten(3, (2, -1)).mean((2, 4)).flatten(1)
+        self.register_buffer("drawn", drawn, persistent=False)
+        self.register_buffer("codebook", quarters / 255 - 0.5, persistent=False)
 
     def encode(self, images: Tensor) -> Tensor:
-        """uint8 images [B, 3, 96, 96] -> codes [B, 36]: the nearest shade of each patch."""
-        B = len(images)
-        cells = images.float().view(B, 3, self.side, self.patch, self.side, self.patch).mean((3, 5))
-        return torch.cdist(cells.flatten(2).transpose(1, 2), self.colours.expand(B, -1, -1)).argmin(-1)
+        """uint8 images [B, 3, 96, 96] -> codes [B, 16]: the nearest patch and shade of each cell."""
+        from eval.tiny_geneval import cells
+
+        return torch.cat(
+            [torch.cdist(cells(i[None]), self.drawn.flatten(1)[None]).argmin(-1) for i in images]
+        )
 
     def decode(self, codes: Tensor) -> Tensor:
-        """codes [B, 36] -> uint8 images [B, 3, 96, 96]."""
-        cells = self.colours[codes].to(torch.uint8).view(-1, self.side, self.side, 3).permute(0, 3, 1, 2)
-        return cells.repeat_interleave(self.patch, 2).repeat_interleave(self.patch, 3)
+        """codes [B, 16] -> uint8 images [B, 3, 96, 96]."""
+        cells = self.drawn[codes].to(torch.uint8).view(-1, self.side, self.side, self.patch, self.patch, 3)
+        return cells.permute(0, 5, 1, 3, 2, 4).reshape(len(cells), 3, self.side * self.patch, -1)
 
 
 def load_vq(source: str) -> Patches:
