@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,13 @@ def generator(*key: int | str) -> torch.Generator:
 
 
 def prompt_indices(n_rows: int, n_prompts: int, iteration: int, seed: int) -> list[int]:
-    """Which rows an iteration uses: an endless pass over a new permutation in each epoch. A function of the
+    """Which rows an iteration uses: an endless pass, in a new order in each epoch. A function of the
     iteration alone, so that a resumed run needs no cursor."""
-    picked = []
-    for i in range(iteration * n_prompts, (iteration + 1) * n_prompts):
-        epoch, position = divmod(i, n_rows)
-        picked.append(int(torch.randperm(n_rows, generator=generator("data", seed, epoch))[position]))
-    return picked
+    first, last = iteration * n_prompts, (iteration + 1) * n_prompts
+    epochs = range(first // n_rows, (last - 1) // n_rows + 1)
+    order = torch.cat([torch.randperm(n_rows, generator=generator("data", seed, epoch)) for epoch in epochs])
+    start = first - epochs[0] * n_rows
+    return order[start : start + n_prompts].tolist()
 
 
 # ---- Forward process, masked diffusion
@@ -377,5 +378,6 @@ def start_processes() -> World:
     if cuda:
         torch.cuda.set_device(device)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        patience = timedelta(hours=2)  # a rank may judge a long batch of code while the others wait
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
     return World(rank, size, device)

@@ -109,9 +109,11 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     if not 0 <= args.gamma < 1:
         parser.error(f"--gamma {args.gamma}: must be a number in [0, 1)")
     if args.ratio != "token" and args.loss_norm != "tokens":
-        parser.error(
-            f"--loss-norm {args.loss_norm}: applies to --ratio token; completions are averaged evenly else"
-        )
+        parser.error(f"--loss-norm {args.loss_norm}: applies to --ratio token; else completions count evenly")
+    if args.ratio == "sequence" and args.time_weight != "none":
+        parser.error("--time-weight inverse: --ratio sequence has 1/t in l already (Eq. 2)")
+    if args.masks == "nested" and args.remask not in ("fading", "random"):
+        parser.error(f"--masks nested: --remask {args.remask} draws no mask; accepted with fading and random")
     return args
 
 
@@ -141,7 +143,9 @@ def prompt_at(args, j: int, iteration: int, samples: list[int], prompt, mask_id:
 def log_prob(model, state: tuple, b: slice, x_0: Tensor, null, w: float) -> Tensor:
     """log p(x_0^k | x_t, c) [N] at the loss tokens of rows b of a state (prompt, x_t, loss mask)."""
     prompt, x_t, loss_mask = state
-    return model(prompt[b], x_t[b], where=loss_mask[b], target=x_0[b], null=null and null[b], cfg=w)
+    return model(
+        prompt[b], x_t[b], where=loss_mask[b], target=x_0[b], null=None if null is None else null[b], cfg=w
+    )
 
 
 def loss_weight(args, loss_mask: Tensor, length: Tensor, world) -> Tensor:
@@ -208,14 +212,14 @@ def main(argv: list[str] | None = None) -> None:
         optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)
         run = Run(args, world)
         run.restore(policy, reference, optimizer)
-        policy.encode(
-            [row["prompt"] for row in (*rows_train, *rows_test)]
-        )  # a prompt that is too long ends it now
+        # a prompt that is too long ends it now, not in the middle
+        policy.encode([row["prompt"] for row in (*rows_train, *rows_test)])
 
     G, w = args.group_size, args.cfg if args.score == "guided" else 0.0
     mine, real = world.share(args.prompts * G)  # sample n belongs to group n // G, whichever process has it
     batches = [slice(i, i + args.micro_batch) for i in range(0, len(mine), args.micro_batch)]
     real = torch.tensor(real, device=world.device).bool()
+    started = run.step  # 0, or where a resumed run goes on
     evaluate_run(run, 0, policy, task, rows_test, settings, args)
 
     for iteration in run.iterations():
@@ -269,10 +273,8 @@ def main(argv: list[str] | None = None) -> None:
                 sums.update(s)
                 if j == 0:
                     first = max([first, *(log_p - log_old[j][i]).abs().tolist()])
-            if iteration == 0 and j == 0 and math.exp(world.max(first)) > 1 + 1e-3:
-                sys.exit(
-                    f"the first ratio is {math.exp(first):.4f}, not 1: old and new scores are of two models"
-                )
+            if j == 0 and iteration == started and math.exp(world.max(first)) > 1 + 1e-3:
+                sys.exit("the first ratio is not 1: old and new log-probabilities are not of one model")
             world.sum_gradients(parameters)
             grad_norm += run.optimizer_step(parameters, run.warmed_up(iteration * args.mu + j)) / args.mu
         run.refresh(reference, policy, (iteration + 1) * args.mu)

@@ -2,6 +2,7 @@
 here."""
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -158,10 +159,11 @@ def parse(
     args.name = Path(parser.prog).stem
     if args.shard is None:
         args.shard = "ddp" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "none"
-    for flag, least in AT_LEAST.items():
+    for flag, (least, largest) in RANGES.items():
         value = getattr(args, flag, None)
-        if value is not None and not least <= value < math.inf:
-            parser.error(f"--{flag.replace('_', '-')} {value}: must be a number, at least {least}")
+        if value is not None and not (least <= value <= largest and value < math.inf):
+            within = f"at least {least}" if largest == math.inf else f"from {least} to {largest}"
+            parser.error(f"--{flag.replace('_', '-')} {value}: must be a number, {within}")
     if args.dry_run:
         from memory import table
 
@@ -179,15 +181,14 @@ def find_recipe(recipes: list[Recipe], model: str, task: str) -> Recipe:
     return Recipe(model, (task,))
 
 
-AT_LEAST = {
-    **dict.fromkeys(
-        ("prompts", "steps", "mu", "micro_batch", "iterations", "length", "max_prompt", "batch"), 1
-    ),
-    **dict.fromkeys(
-        ("lr", "eps", "beta", "temperature", "weight_decay", "warmup", "ref_every", "lora_rank"), 0
-    ),
-    **dict.fromkeys(("eval_every", "save_every", "eval_prompts"), 0),
-    "group_size": 2,  # an advantage compares the completions of one prompt
+RANGES = {  # flag -> least and largest value
+    **dict.fromkeys(("prompts", "steps", "eval_steps", "mu", "micro_batch", "iterations"), (1, math.inf)),
+    **dict.fromkeys(("length", "max_prompt", "batch", "examples"), (1, math.inf)),
+    **dict.fromkeys(("lr", "beta", "temperature", "weight_decay", "warmup", "ref_every"), (0, math.inf)),
+    **dict.fromkeys(("lora_rank", "eval_every", "save_every", "eval_prompts", "cfg"), (0, math.inf)),
+    **dict.fromkeys(("prompt_mask", "cfg_until", "eps"), (0, 1)),
+    "grad_clip": (1e-8, math.inf),
+    "group_size": (2, math.inf),  # an advantage compares the completions of one prompt
 }
 
 
@@ -331,6 +332,12 @@ class Run:
         store(policy, self.dir / "model", self.args, self.world)
         if self.world.rank:
             return
+        config = json.loads((self.dir / "config.json").read_text())
+        training = {"step": self.step, "config_hash": config_hash(config), "config": config}
+        training |= {"scores": [s for s in self.scores() if s["step"] == self.step]}
+        for model in (self.dir / name for name in ("model", "llada")):
+            if model.exists():
+                write_atomically(model / "training.json", json.dumps(training, indent=1))
         draw({self.dir.name: [self.dir]}, self.dir / "curve.png")
         first, last = ({s["mode"]: s for s in self.scores() if s["step"] == at} for at in (0, self.step))
         print(f"\n{'held-out score':16}{'base':>16}{'trained':>18}")
@@ -403,6 +410,11 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def config_hash(config: dict) -> str:
+    """12 hex digits that tell one set of flags from another."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -356,4 +356,5 @@ def settings_of(args, length: int, path=None, shift: float = 1.0) -> dict:
         return shared | {"path": path, "shift": shift, "rate": args.rate}
     if args.sampler == "semi_autoregressive":
         check_blocks(length, args.block, args.steps)
+        check_blocks(length, args.block, args.eval_steps or args.steps)
     return shared | {"block": args.block, "schedule_name": args.schedule, "eos_rule": args.eos_rule}

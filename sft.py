@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
         g = generator("sft", args.seed, iteration)
         chosen = torch.randint(n_held_out, len(pairs), (args.batch,), generator=g)[mine]
         t, noise = (x[mine].to(world.device) for x in process(args.batch, policy.length, g))
-        r = iteration / args.iterations
+        r = (iteration + 0.5) / args.iterations
         total = 0.0
         for i in range(0, len(mine), args.micro_batch):
             b = slice(i, i + args.micro_batch)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from common import end_of_text
 from models import released, weights
 from models.policy import Policy, Prompt
 
@@ -122,9 +123,8 @@ class LLaDA(LlamaPolicy):
 
     def decode(self, x_0: Tensor) -> list[str]:
         """The text before the first end id of each row of x_0 [B, L]."""
-        ends = torch.isin(x_0, torch.tensor(self.end_ids, device=x_0.device))
-        cut = torch.where(ends.any(1), ends.int().argmax(1), x_0.shape[1]).tolist()
-        rows = [row[:n] for row, n in zip(x_0.tolist(), cut, strict=True)]
+        length = end_of_text(x_0, self.end_ids).tolist()  # the end id included: it is a special token
+        rows = [row[:n] for row, n in zip(x_0.tolist(), length, strict=True)]
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
     def respond(self, completions: list[str]) -> Tensor:
