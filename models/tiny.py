@@ -15,8 +15,8 @@ SIZE = dict(
     initializer_range=0.08,  # transformers' 0.02 is for widths of thousands
     rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # rows are 50 tokens, not thousands
 )
-TEXT_SPECIAL = ("<end>", "<mask>")
-IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>")
+TEXT_SPECIAL = ("<end>", "<mask>", "<unk>")
+IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>", "<unk>")
 VARIANTS = 2  # near-equal shades of each patch: codebook size / 61
 PATHS = {  # what a uniform-diffusion base says of its path
     "mixture": {"path": "mixture", "shift": 1.0},
@@ -66,7 +66,7 @@ def tokenizer(words: tuple[str, ...], special: tuple[str, ...]):
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: i for i, word in enumerate((*special, *words))}
-    fast = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
+    fast = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast.add_special_tokens(list(special))
     return PreTrainedTokenizerFast(
@@ -74,6 +74,7 @@ def tokenizer(words: tuple[str, ...], special: tuple[str, ...]):
         pad_token=special[0],
         eos_token="<end>",
         mask_token="<mask>",
+        unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
 
