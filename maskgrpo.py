@@ -28,7 +28,17 @@ import torch
 from torch import Tensor
 
 from common import end_of_text, generator, group_advantage, k3, prompt_indices, remask, start_processes, times
-from run import Recipe, Run, one_sentence, parse, rollout_flags, run_flags, scale_flags, update_flags
+from run import (
+    Recipe,
+    Run,
+    one_sentence,
+    parse,
+    rollout_flags,
+    run_flags,
+    scale_flags,
+    script_parser,
+    update_flags,
+)
 from samplers import sample, settings_of, uniform
 
 TEXT = dict(remask="fading", gamma=0.6, sampler="semi_autoregressive")
@@ -59,20 +69,26 @@ RECIPES = [
 
 
 def flags(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "maskgrpo.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser("maskgrpo.py", __doc__)
     run_flags(parser)
     rollout_flags(parser)
     g = parser.add_argument_group("sampler")
     g.add_argument(
-        "--sampler", choices=("semi_autoregressive", "maskgit", "emerge"), default="semi_autoregressive"
+        "--sampler",
+        choices=("semi_autoregressive", "maskgit", "emerge"),
+        default="semi_autoregressive",
+        help="Alg. 3 | MaskGIT | Alg. 4",
     )
     g.add_argument("--block", type=int, default=8, help="tokens of a block (semi_autoregressive, Alg. 3)")
     g.add_argument(
         "--eos-rule", choices=("none", "last"), default="none", help="last: end ids are revealed last"
     )
-    g.add_argument("--schedule", choices=("cosine", "linear", "pow2", "sigmoid"), default="cosine")
+    g.add_argument(
+        "--schedule",
+        choices=("cosine", "linear", "pow2", "sigmoid"),
+        default="cosine",
+        help="1 - alpha over the steps",
+    )
     update_flags(parser)
     g = parser.add_argument_group("importance estimate")
     g.add_argument(

@@ -36,6 +36,20 @@ class Recipe:
     ours: dict = field(default_factory=dict)
 
 
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The script's docstring as it stands, and the default of each flag: that of the recipe which fits."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32, width=110)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def script_parser(name: str, doc: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(name, f"python {name} [flags]", doc, formatter_class=Help)
+
+
 def run_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that the scripts share, same name, same meaning: this and the three functions below."""
     g = parser.add_argument_group("what to train")
@@ -55,7 +69,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
 
     g = parser.add_argument_group("the run")
     g.add_argument("--out", help="directory of the run (default: runs/<script>_<task>_s<seed>)")
-    g.add_argument("--seed", type=int, default=0)
+    g.add_argument("--seed", type=int, default=0, help="of every generator")
     g.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in --out")
     g.add_argument(
         "--iterations", type=int, default=36, help="outer RL steps: rollout, then the updates on it"
@@ -81,7 +95,7 @@ def rollout_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--max-prompt", type=int, help="longest prompt in tokens (default: the model's)")
     g.add_argument("--steps", type=int, default=12, metavar="T", help="denoising steps")
     g.add_argument("--eval-steps", type=int, help="denoising steps of an evaluation (default: --steps)")
-    g.add_argument("--temperature", type=float, default=1.0)
+    g.add_argument("--temperature", type=float, default=1.0, help="of the token draw; 0 is the argmax")
     g.add_argument(
         "--cfg", type=float, default=0.0, metavar="W", help="guidance: (1+w) cond - w uncond; 0 is off"
     )
@@ -95,10 +109,10 @@ def update_flags(parser: argparse.ArgumentParser) -> None:
     g.add_argument("--mu", type=int, default=4, help="updates on each rollout")
     g.add_argument("--eps", type=float, default=0.2, help="clip range of the ratio")
     g.add_argument("--beta", type=float, default=0.01, help="weight of the KL; 0 never loads the reference")
-    g.add_argument("--lr", type=float, default=3e-4)
-    g.add_argument("--weight-decay", type=float, default=0.1)
-    g.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.99), metavar=("B1", "B2"))
-    g.add_argument("--grad-clip", type=float, default=1.0)
+    g.add_argument("--lr", type=float, default=3e-4, help="AdamW")
+    g.add_argument("--weight-decay", type=float, default=0.1, help="AdamW")
+    g.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.99), metavar=("B1", "B2"), help="AdamW")
+    g.add_argument("--grad-clip", type=float, default=1.0, help="largest norm of the gradient")
     g.add_argument("--warmup", type=int, default=0, help="optimizer steps of linear warm-up")
     g.add_argument(
         "--adv-std", choices=("group", "batch", "none"), default="group", help="A is divided by (Eq. 4)"

@@ -25,15 +25,13 @@ import torch
 from torch import Tensor
 
 from common import World, elbo, generator, log_likelihood, path_times, start_processes
-from run import Run, one_sentence, parse, path_flags, path_of, run_flags, scale_flags
+from run import Run, one_sentence, parse, path_flags, path_of, run_flags, scale_flags, script_parser
 
 DRAWS = 32  # Monte-Carlo draws of the held-out bound
 
 
 def flags(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "sft.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser("sft.py", __doc__)
     run_flags(parser)
     parser.set_defaults(iterations=1500, save_every=500)
     g = parser.add_argument_group("training")
