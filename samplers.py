@@ -353,6 +353,8 @@ def settings_of(args, length: int, path=None, shift: float = 1.0) -> dict:
     """
     shared = {name: getattr(args, name) for name in ("sampler", "steps", "temperature", "cfg", "cfg_until")}
     if args.sampler == "euler":
+        if not shift > 0:
+            raise ValueError(f"--shift {shift}: must be a number above 0")
         return shared | {"path": path, "shift": shift, "rate": args.rate}
     if args.sampler == "semi_autoregressive":
         check_blocks(length, args.block, args.steps)

@@ -35,6 +35,7 @@ from run import (
     rollout_flags,
     run_flags,
     scale_flags,
+    script_parser,
     update_flags,
 )
 from samplers import euler_times, sample, settings_of, uniform
@@ -43,19 +44,16 @@ PAPER = dict(lr=1e-6, betas=(0.9, 0.95), weight_decay=0.01, grad_clip=1.0, beta=
 PAPER |= dict(prompts=16, group_size=8, steps=10, eval_steps=25, train_steps=3, starts=3, cfg=0.0)
 PAPER |= dict(update="accumulate", rate="instantaneous")
 OURS = dict(iterations=2000, micro_batch=8, eval_every=50, save_every=50)
+TINY = dict(path="metric", prompts=8, lr=1e-4, iterations=60, eval_every=20, save_every=20)
 RECIPES = [
-    Recipe(
-        "^tiny", ("tiny-geneval",), {}, dict(path="metric", prompts=8, lr=1e-4, iterations=60, eval_every=20)
-    ),
+    Recipe("^tiny", ("tiny-geneval", "tiny-math"), {}, TINY),  # of which tiny-math has no uniform base
     Recipe("(?i)ursa|fudoki", ("geneval",), PAPER, OURS),
     Recipe("(?i)ursa|fudoki", ("ocr", "captions"), PAPER | dict(group_size=16), OURS),  # captions: PickScore
 ]
 
 
 def flags(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "udm_grpo.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser("udm_grpo.py", __doc__)
     run_flags(parser)
     rollout_flags(parser)
     path_flags(parser, ("mixture", "metric"))
@@ -129,7 +127,8 @@ def state_at(
 def log_prob(model, prompt, state: tuple, b: slice, null) -> Tensor:
     """log pi(a | s) = log p(a^k | x_t, c) [B, L] of rows b of a state (x_t, action a, guidance w)."""
     x_t, a, w = state
-    return model(prompt[b], x_t[b], target=a[b], null=null and null[b], cfg=w).view(a[b].shape)
+    null = None if null is None else null[b]
+    return model(prompt[b], x_t[b], target=a[b], null=null, cfg=w).view(a[b].shape)
 
 
 def objective(
@@ -174,9 +173,8 @@ def main(argv: list[str] | None = None) -> None:
         optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)
         run = Run(args, world)
         run.restore(policy, reference, optimizer)
-        policy.encode(
-            [row["prompt"] for row in (*rows_train, *rows_test)]
-        )  # a prompt that is too long ends it now
+        # a prompt that is too long ends it now, not in the middle
+        policy.encode([row["prompt"] for row in (*rows_train, *rows_test)])
         training = training_states(policy, task, path)
     if args.update == "accumulate" and args.mu == 1 and world.rank == 0:
         print("one optimizer step a rollout: the ratio is 1 by construction, and --eps never acts")
@@ -189,6 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     mine, real = world.share(args.prompts * G)  # sample n belongs to group n // G, whichever process has it
     batches = [slice(i, i + args.micro_batch) for i in range(0, len(mine), args.micro_batch)]
     real = torch.tensor(real, device=world.device)
+    started = run.step  # 0, or where a resumed run goes on
     evaluate_run(run, 0, policy, task, rows_test, settings, args)
 
     for iteration in run.iterations():
@@ -255,10 +254,8 @@ def main(argv: list[str] | None = None) -> None:
                     sums.update(s)
                     if u == 0:
                         first = max([first, *(log_p - log_old[k][i]).mean(-1).abs().tolist()])
-            if iteration == 0 and u == 0 and math.exp(world.max(first)) > 1 + 1e-3:
-                sys.exit(
-                    f"the first ratio is {math.exp(first):.4f}, not 1: old and new scores are of two models"
-                )
+            if u == 0 and iteration == started and math.exp(world.max(first)) > 1 + 1e-3:
+                sys.exit("the first ratio is not 1: old and new log-probabilities are not of one model")
             world.sum_gradients(parameters)
             grad_norm += run.optimizer_step(parameters, run.warmed_up(iteration * updates + u)) / updates
         run.refresh(reference, policy, (iteration + 1) * updates, updates)

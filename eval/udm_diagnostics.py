@@ -35,12 +35,14 @@ class TrainingStates:
     """The states that the base of tiny-geneval was trained on, by the colours of neighbouring cells."""
 
     def __init__(self, policy, path):
-        from eval.tiny_geneval import PALETTE, base_rows
+        from eval.tiny_geneval import COLOURS, SIDE, SLOTS, base_rows
 
-        self.path, self.side, self.n = path, policy.vq.side, len(PALETTE)
+        self.path, self.side, self.n = path, SIDE, 1 + len(COLOURS)
         self.x_1 = policy.respond([row["completion"] for row in base_rows(PICTURES, 0)])
-        palette = torch.tensor(list(PALETTE.values()), dtype=torch.float32, device=self.x_1.device)
-        self.colour = torch.cdist(policy.vq.colours.to(palette), palette).argmin(-1)  # [K]
+        colour = {n: COLOURS.index(c) + 1 for (_, c), patches in SLOTS.items() if c for n in patches.tolist()}
+        variants = policy.vocab_size // (1 + len(colour))
+        of_code = [colour.get(k // variants, 0) for k in range(policy.vocab_size)]
+        self.colour = torch.tensor(of_code, device=self.x_1.device)  # [K]; 0 is background
         self.pairs = pair_counts(self.x_1, self.side, len(self.colour))
         self.pairs /= self.pairs.sum()
 
@@ -65,11 +67,8 @@ class TrainingStates:
 
 def training_states(policy, task, path) -> TrainingStates | None:
     """None where the pictures that the base was trained on are not known."""
-    return (
-        TrainingStates(policy, path)
-        if task.name == "tiny-geneval" and hasattr(policy.vq, "colours")
-        else None
-    )
+    built_in = str(getattr(policy.vq, "source", "")).startswith("tiny")
+    return TrainingStates(policy, path) if built_in and task.name == "tiny-geneval" else None
 
 
 def pair_counts(x: Tensor, side: int, K: int) -> Tensor:
@@ -97,7 +96,7 @@ def diagnose(
     n = world.sum(real.sum())[0]
     for name, trajectory in states.items():
         for x_t, t, w_t in zip(trajectory, times, w, strict=True):
-            h = [entropy(policy, prompt[b], x_t[b], null and null[b], w_t) for b in batches]
+            h = [entropy(policy, prompt[b], x_t[b], None if null is None else null[b], w_t) for b in batches]
             found[f"entropy/{name}/{t:.3f}"] = world.sum((torch.cat(h) * real).sum())[0] / n
             if training:
                 counts = torch.tensor(world.sum(training.counts(x_t[real > 0]))[0])
