@@ -1,12 +1,31 @@
-"""Score a policy on a task: the same sampler as in training, every item once, sharded over the processes."""
+"""Score a policy on a task: the same sampler as in training, every item once, sharded over the processes.
 
+    python -m eval.evaluate --model runs/maskgrpo_gsm8k_s0 --task gsm8k
+    torchrun --nproc_per_node 8 -m eval.evaluate --model GSAI-ML/LLaDA-8B-Instruct --task gsm8k --n 4
+
+--model: a run directory, a stored model (LoRA or whole, ours or released), or a hub id. Settings that are not
+given are the run's; where there is none, those of the recipe of model and task. A call that was killed goes
+on where it was; --n and --limit can be raised later, and nothing is done twice.
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import math
+import platform
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
+import models
 import samplers
-from common import World, end_of_text, generator
+from common import World, end_of_text, generator, start_processes
+from models import weights
+from run import config_hash, one_sentence, path_flags, path_of, write_atomically
 
 
 @dataclass
@@ -79,3 +98,312 @@ def evaluate_run(run, step: int, policy, task, rows: list[dict], settings: dict,
             scored.completions[: len(shown)],
             scored.parts[task.score][shown].tolist(),
         )
+
+
+# ---- python -m eval.evaluate
+
+
+def flags(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "eval.evaluate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", help="run directory, stored model or hub id")
+    parser.add_argument("--task", help="default: the run's")
+    parser.add_argument("--compare", nargs="+", metavar="RESULT", help="print result.json files as one table")
+    parser.add_argument("--out", type=Path, help="default: in the run, else under runs/eval/")
+    parser.add_argument("--n", type=int, default=1, help="samples of each prompt; gives pass@k up to n")
+    parser.add_argument("--limit", type=int, help="only so many prompts, from the first on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--unsafe-exec", action="store_true", help="run the model's code without isolation")
+    g = parser.add_argument_group("settings (default: the run's, else the recipe's)")
+    g.add_argument("--protocol", help="prompt and scoring preset of the task")
+    g.add_argument("--data", help="path in place of the task's own data")
+    g.add_argument("--length", type=int, help="tokens of a completion")
+    g.add_argument("--max-prompt", type=int, help="longest prompt in tokens")
+    g.add_argument("--sampler", choices=tuple(samplers.SAMPLERS))
+    g.add_argument("--steps", type=int, help="denoising steps")
+    g.add_argument("--block", type=int, help="tokens of a block")
+    g.add_argument("--temperature", type=float, help="default for text with --n 1: 0")
+    g.add_argument("--eos-rule", choices=("none", "last"))
+    g.add_argument("--schedule", choices=("cosine", "linear", "pow2", "sigmoid"))
+    g.add_argument("--rate", choices=("integrated", "instantaneous"), help="of euler")
+    g.add_argument("--cfg", type=float, help="guidance: (1+w) cond - w uncond; 0 is off")
+    g.add_argument("--cfg-until", type=float)
+    g.add_argument("--dtype", choices=("float32", "bfloat16"))
+    g.add_argument("--micro-batch", type=int, help="completions in a forward pass")
+    path_flags(parser, ("mixture", "metric"))
+    args = parser.parse_args(argv)
+    if not args.compare and not args.model:
+        parser.error("--model is needed (or --compare)")
+    if args.n < 1 or (args.limit is not None and args.limit < 1):
+        parser.error("--n and --limit must be at least 1")
+    return args
+
+
+def find(model: str) -> tuple[str, dict | None]:
+    """(what ``models.load`` opens, the flags it was trained with or None) for a run directory, a model that a
+    run stored, or anything else. Warns where the model in a run directory is another run's."""
+    path = Path(model)
+    config = None
+    if (path / "metrics.jsonl").exists():
+        config = json.loads((path / "config.json").read_text())
+        path = path / "model"
+        if not path.exists():
+            raise ValueError(f"--model {model}: this run has not finished, it has no {path}")
+    if (path / "training.json").exists():
+        trained = json.loads((path / "training.json").read_text())
+        if config is not None and config_hash(config) != trained["config_hash"]:
+            wrong = [k for k, v in trained["config"].items() if config.get(k) != v]
+            warnings.warn(
+                f"{path} was trained with other flags than its run: {', '.join(wrong)}", stacklevel=2
+            )
+        config = trained["config"]
+    return str(path), config
+
+
+def settle(args: argparse.Namespace, model: str, directory: Path, config: dict | None) -> argparse.Namespace:
+    """The flags with every default filled in: the run's, else the recipe's in the script for such models."""
+    config = config or {}
+    task = args.task or config.get("task")
+    if task is None:
+        raise ValueError("--task is needed: no run of this model says it")
+    uniform = models.kind_of(directory) in ("ursa", "fudoki")
+    script = importlib.import_module("udm_grpo" if uniform else "maskgrpo")
+    defaults = vars(script.flags(["--model", config.get("model", model), "--task", task])) | config
+    if task != config.get("task"):
+        defaults |= {"data": None, "protocol": None}
+    given = {k: v for k, v in vars(args).items() if v is not None}
+    defaults["steps"] = defaults["eval_steps"] or defaults["steps"]
+    return argparse.Namespace(**vars(args) | defaults | given)
+
+
+def fingerprint(directory: Path) -> str:
+    """12 hex digits that change when the weights or configs do: from names and sizes of the files, small ones
+    whole, and 64 samples of each large one; the base of an adapter with it."""
+    digest = hashlib.sha256()
+    adapter = directory / "adapter_config.json"
+    if adapter.exists():
+        digest.update(
+            fingerprint(weights.find(weights.read_json(adapter)["base_model_name_or_path"])).encode()
+        )
+    for path in sorted(
+        p for p in directory.rglob("*") if p.suffix in (".json", ".safetensors", ".pth", ".pt")
+    ):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(directory)} {size}".encode())
+        with open(path, "rb") as f:
+            for i in range(64 if size > 2**22 else 1):
+                f.seek(i * size // 64)
+                digest.update(f.read(2**14 if size > 2**22 else size))
+    return digest.hexdigest()[:12]
+
+
+def device_name(world: World) -> str:
+    return torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu"
+
+
+def describe(args, world: World, policy, settings: dict, rows: list[dict], directory: Path) -> dict:
+    """All that fixes an item's completion and verdict."""
+    import transformers
+
+    path = settings.get("path")
+    return {
+        "model": args.model,
+        "model_hash": fingerprint(directory),
+        "task": args.task,
+        "protocol": args.protocol or "default",
+        "data": args.data or "the task's own",
+        "data_hash": hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()[:12],
+        **dict.fromkeys(("eos_rule", "schedule_name", "shift", "rate")),
+        **{k: v for k, v in settings.items() if k not in ("path", "block")},
+        "path": path
+        and {
+            "name": type(path).__name__,
+            **{k: vars(path)[k] for k in ("alpha", "c", "power") if k in vars(path)},
+        },
+        "block_length": settings.get("block"),
+        "gen_length": policy.length,
+        "seed": args.seed,
+        "dtype": args.dtype,
+        "device_name": device_name(world),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+    }
+
+
+def main(argv: list[str] | None = None) -> dict | None:
+    args = flags(argv)
+    if args.compare:
+        with one_sentence():
+            print(compare([json.loads(Path(p).read_text()) for p in args.compare]))
+        return None
+    from eval.task import load_task, task_module
+
+    with one_sentence():
+        world = start_processes()
+        model, config = find(args.model)
+        directory = weights.find(model)
+        asked, args = args, settle(args, model, directory, config)
+        task = load_task(args.task, args.protocol, args.unsafe_exec)
+        rows = task.rows("test", args.data)
+        options = dict(length=args.length, max_prompt=args.max_prompt, modality=task.modality)
+        policy = models.load(model, dtype=getattr(torch, args.dtype), device=str(world.device), **options)
+        if asked.temperature is None and task.modality == "text" and args.n == 1:
+            args.temperature = 0.0
+        uniform = path_of(args, policy) if policy.mask_id is None else ()
+        settings = samplers.settings_of(args, policy.length, *uniform)
+        prompts = policy.encode([row["prompt"] for row in rows])  # one that is too long ends it now
+        fixed = describe(args, world, policy, settings, rows, directory)
+        key = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:8]
+        name = f"{Path(args.task).stem}-{key}"
+        in_run = model != asked.model
+        out = asked.out or (Path(asked.model, "eval") if in_run else Path("runs/eval", directory.name)) / name
+        claim(out, fixed, world)
+
+    wanted = [(i, s) for i in range(len(rows))[: args.limit] for s in range(args.n)]
+    done = read_items(out)
+    world.barrier()  # every rank has read before one writes
+    left = [w for w in wanted if w not in done]
+    length = prompts.mask.sum(-1).tolist()
+    left.sort(key=lambda w: (length[w[0]], w))  # a batch of prompts of about one length has little padding
+    extract = getattr(task_module(args.task), "extract", None)
+    complete(policy, task, rows, left[world.rank :: world.size], settings, args, out, world, extract)
+    world.barrier()
+    result = None
+    if world.rank == 0:
+        result = summarize(out, fixed, task, rows, wanted)
+        score = f"{result['score']:.4f} +-{result['se']:.4f} ({result['n']} prompts)"
+        print(f"{args.task}: {score}   {out}/result.json")
+    world.barrier()
+    return result
+
+
+def claim(out: Path, fixed: dict, world: World) -> None:
+    """Make the directory of these settings; ValueError where it holds the items of others."""
+    path = out / "settings.json"
+    if path.exists():
+        old = json.loads(path.read_text())
+        differs = [k for k, v in json.loads(json.dumps(fixed)).items() if old.get(k) != v]
+        if differs:
+            raise ValueError(f"--out {out} holds items of another evaluation: {', '.join(differs)}")
+    world.barrier()
+    if world.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(fixed, indent=1))
+    world.barrier()
+
+
+def read_items(out: Path) -> dict[tuple[int, int], dict]:
+    """What was done so far, by (prompt, sample); a line that a kill cut off is left out."""
+    items = {}
+    for path in sorted(out.glob("items*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                item = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            items[item["item"], item["sample"]] = item
+    return items
+
+
+def complete(policy, task, rows, mine, settings, args, out: Path, world: World, extract) -> None:
+    """Sample and judge this rank's share, a line of items.<rank>.jsonl each; rank 0 shows the progress."""
+    from tqdm import tqdm
+
+    with (
+        open(out / f"items.{world.rank}.jsonl", "a") as f,
+        tqdm(total=len(mine), disable=world.rank > 0) as bar,
+    ):
+        f.write("\n")  # after a line that a kill cut off
+        for i in range(0, len(mine), args.micro_batch):
+            batch = mine[i : i + args.micro_batch]
+            noise = [generator("eval", args.seed, n, *([s] if s else [])) for n, s in batch]
+            prompt = policy.encode([rows[n]["prompt"] for n, _ in batch])
+            x_0 = samplers.sample(policy, prompt, noise, settings).x_0
+            completions, lengths = list(policy.decode(x_0)), end_of_text(x_0, policy.end_ids).tolist()
+            parts = task.reward([rows[n] for n, _ in batch], completions)
+            for k, (n, s) in enumerate(batch):
+                text = completions[k] if task.modality == "text" else picture(out, n, s, completions[k])
+                item = {"item": n, "sample": s, "prompt": rows[n]["prompt"], "completion": text}
+                if extract is not None:
+                    item["extracted"] = extract(text)
+                item |= {"verdict": float(parts[task.score][k]), "length": lengths[k]}
+                item |= {"components": {name: float(v[k]) for name, v in parts.items()}}
+                f.write(json.dumps(item) + "\n")
+            f.flush()
+            bar.update(len(batch))
+
+
+def picture(out: Path, n: int, s: int, image: torch.Tensor) -> str:
+    """Store an image; its path within ``out``."""
+    from PIL import Image
+
+    (out / "images").mkdir(exist_ok=True)
+    name = f"images/{n:05d}_{s}.png"
+    Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).save(out / name)
+    return name
+
+
+def summarize(out: Path, fixed: dict, task, rows: list[dict], wanted: list[tuple[int, int]]) -> dict:
+    """items.jsonl in order, and result.json; ValueError where an item is missing."""
+    items = read_items(out)
+    missing = [w for w in wanted if w not in items]
+    if missing:
+        raise ValueError(f"{out}: {len(missing)} of {len(wanted)} items are missing, no score")
+    n = 1 + wanted[-1][0]
+    ordered = [items[w] for w in wanted]
+    verdicts = np.array([item["verdict"] for item in ordered]).reshape(n, -1)
+    score, se = mean_and_error(verdicts.mean(1), [row.get(task.category) for row in rows[:n]])
+    parts = ordered[0]["components"]
+    result = {
+        "score": score,
+        "se": se,
+        "n": n,
+        "samples": verdicts.shape[1],
+        **{f"pass@{k}": pass_at(verdicts, k) for k in (2**p for p in range(16)) if k <= verdicts.shape[1]},
+        "components": {name: float(np.mean([i["components"][name] for i in ordered])) for name in parts},
+        "length": float(np.mean([item["length"] for item in ordered])),
+        **fixed,
+    }
+    every = [items[w] for w in sorted(items)]  # of an earlier call with a larger --n or --limit too
+    write_atomically(out / "items.jsonl", "".join(json.dumps(item) + "\n" for item in every))
+    for part in out.glob("items.*.jsonl"):
+        part.unlink()
+    write_atomically(out / "result.json", json.dumps(result, indent=1))
+    return result
+
+
+def pass_at(verdicts: np.ndarray, k: int) -> float:
+    """Chance that one of k samples is right, without bias from the n drawn: the mean over prompts of
+    1 - C(n-c, k) / C(n, k), c of n being right; verdicts [prompts, n]."""
+    n = verdicts.shape[1]
+    right = (verdicts == 1).sum(1)
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in right]))
+
+
+def compare(results: list[dict]) -> str:
+    """Markdown table of results. Raises ValueError for results that cannot be compared: of another task,
+    protocol, number of steps or length, or on other data."""
+    for key in ("task", "protocol", "steps", "gen_length", "data_hash"):
+        values = list(dict.fromkeys(r[key] for r in results))
+        if len(values) > 1:
+            raise ValueError(
+                f"--compare: results of different {key} ({', '.join(map(str, values))}) are no table"
+            )
+    first = results[0]
+    lines = [
+        "{task}, protocol {protocol}, {steps} steps, length {gen_length}".format(**first),
+        "",
+        "| model | sampler | block | temperature | cfg | dtype | score | n |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        names = ("model", "sampler", "block_length", "temperature", "cfg", "dtype")
+        cells = [str(r[name]) for name in names] + [f"{r['score']:.4f} +-{r['se']:.4f}", str(r["n"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

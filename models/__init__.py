@@ -1,6 +1,7 @@
 """One short file per backbone, behind the interface of models/policy.py."""
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,19 +36,28 @@ def load(
     (directory or hub id) than the checkpoint's. ValueError, one sentence, where it cannot be loaded.
     """
     directory = weights.find(name_or_path)
+    sizes = dict(dtype=dtype, device=device, length=length, max_prompt=max_prompt)
     if (directory / "adapter_config.json").exists():
         from models import lora
 
-        return lora.load(
-            directory,
-            dtype=dtype,
-            device=device,
-            length=length,
-            max_prompt=max_prompt,
-            modality=modality,
-            vq=vq,
+        return lora.load(directory, modality=modality, vq=vq, **sizes)
+    kind = kind_of(directory)
+    if kind == "mmada" and modality == "text" and not (directory / "policy.json").exists():
+        kind = "llada"
+    if modality not in (None, MODALITY[kind]):
+        raise ValueError(
+            f"--model {name_or_path}: {kind} makes {MODALITY[kind]}, the task asks for {modality}"
         )
-    ours = directory / "policy.json"
+    options = {"vq": vq} if MODALITY[kind] == "image" else {}
+    policy = getattr(importlib.import_module(f"models.{kind}"), CLASSES[kind])
+    return policy.load(directory, **sizes, **options).eval()
+
+
+def kind_of(directory: Path) -> str:
+    """The kind of model that a checkpoint, or the base of an adapter, says it is; ValueError for another."""
+    adapter, ours = directory / "adapter_config.json", directory / "policy.json"
+    if adapter.exists():
+        return kind_of(weights.find(weights.read_json(adapter)["base_model_name_or_path"]))
     if ours.exists():
         kind = weights.read_json(ours).get("kind")
     else:
@@ -56,15 +66,5 @@ def load(
         kind = weights.read_json(index if index.exists() else directory / "config.json").get(name)
         kind = RELEASED.get(kind, kind)
     if kind not in CLASSES:
-        raise ValueError(f"--model {name_or_path}: kind {kind!r} is not supported, only {', '.join(CLASSES)}")
-    if kind == "mmada" and modality == "text" and not ours.exists():
-        kind = "llada"
-    if modality not in (None, MODALITY[kind]):
-        raise ValueError(
-            f"--model {name_or_path}: {kind} makes {MODALITY[kind]}, the task asks for {modality}"
-        )
-    options = {"vq": vq} if MODALITY[kind] == "image" else {}
-    policy = getattr(importlib.import_module(f"models.{kind}"), CLASSES[kind])
-    return policy.load(
-        directory, dtype=dtype, device=device, length=length, max_prompt=max_prompt, **options
-    ).eval()
+        raise ValueError(f"--model {directory}: kind {kind!r} is not supported, only {', '.join(CLASSES)}")
+    return kind
