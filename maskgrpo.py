@@ -44,10 +44,8 @@ from samplers import sample, settings_of, uniform
 TEXT = dict(remask="fading", gamma=0.6, sampler="semi_autoregressive")
 IMAGE = dict(remask="random", gamma=0.8, sampler="emerge")
 RECIPES = [
-    Recipe("^tiny", ("tiny-math",), TEXT, dict(block=8, steps=8)),
-    Recipe(
-        "^tiny", ("tiny-geneval",), IMAGE, dict(prompts=8, mu=6, steps=8, cfg=1.0, lr=1e-4, iterations=44)
-    ),
+    Recipe("", ("tiny-math",), TEXT, dict(block=8, steps=8)),
+    Recipe("", ("tiny-geneval",), IMAGE, dict(steps=8, cfg=1.0)),
     Recipe(
         r"LLaDA-(8B-(Instruct|Base)|1\.5)$|MMaDA-8B-(Base|MixCoT)$",
         ("gsm8k", "math500", "mbpp"),

@@ -25,15 +25,19 @@ import torch
 from torch import Tensor
 
 from common import World, elbo, generator, log_likelihood, path_times, start_processes
-from run import Run, one_sentence, parse, path_flags, path_of, run_flags, scale_flags, script_parser
+from run import Recipe, Run, one_sentence, parse, path_flags, path_of, run_flags, scale_flags, script_parser
 
+RECIPES = [
+    Recipe("^tiny", ("tiny-math",), ours=dict(iterations=5000)),
+    Recipe("^tiny", ("tiny-geneval",), ours=dict(iterations=3000, examples=8000)),
+]
 DRAWS = 32  # Monte-Carlo draws of the held-out bound
 
 
 def flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser = script_parser("sft.py", __doc__)
     run_flags(parser)
-    parser.set_defaults(iterations=1500, save_every=500)
+    parser.set_defaults(iterations=3000, save_every=500)
     g = parser.add_argument_group("training")
     g.add_argument("--batch", type=int, default=64, help="responses an iteration, over all processes")
     g.add_argument(
@@ -47,7 +51,7 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     g.add_argument("--max-prompt", type=int, help="longest prompt in tokens (default: the model's)")
     path_flags(parser, ("mask", "mixture", "metric"))
     scale_flags(parser)
-    return parse(parser, [], argv)
+    return parse(parser, RECIPES, argv)
 
 
 def forward_process(batch: int, L: int, g: torch.Generator) -> tuple[Tensor, Tensor]:

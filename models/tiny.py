@@ -17,7 +17,7 @@ SIZE = dict(
 )
 TEXT_SPECIAL = ("<end>", "<mask>", "<unk>")
 IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>", "<unk>")
-VARIANTS = 2  # near-equal shades of each patch: codebook size / 61
+VARIANTS = 1  # near-equal shades of each patch: codebook size / 61
 PATHS = {  # what a uniform-diffusion base says of its path
     "mixture": {"path": "mixture", "shift": 1.0},
     "metric": {"path": "metric", "alpha": 0.9, "c": 3.0, "power": 1, "shift": 1.0},
