@@ -54,15 +54,15 @@ def config_of(model: str):
 def saved_per_token(config, c: int, rank: int) -> float:
     """Bytes that one block keeps of a token for the backward pass; c bytes a number, LoRA of ``rank`` or 0.
 
-    Of each norm its input in float32 and what is scaled; q, k, v and the output of attention; gate, its silu
-    and up; the inputs of the projections that are trained, which LoRA casts to float32 for itself.
+    Of each norm its input in float32; q, k, v and the output of attention; gate, its silu and up. What is
+    trained keeps its input: norms and projections, or with LoRA the low-rank ones, which cast it to float32.
     """
     d, f, h = config.hidden_size, config.intermediate_size, config.num_attention_heads
     kv = d * config.num_key_value_heads // h
-    saved = 2 * (4 + c) * d + c * (2 * d + 2 * kv) + 4 * h + 3 * c * f
+    saved = 2 * 4 * d + c * (2 * d + 2 * kv) + 4 * h + 3 * c * f
     if not rank:
-        return saved + c * (3 * d + f)
-    return saved + (4 * (6 * d + f) if c < 4 else 4 * (3 * d + f)) + 4 * 7 * rank
+        return saved + c * (5 * d + f)
+    return saved + 4 * (3 * d + f if c == 4 else 6 * d + f) + 4 * 7 * rank  # no cast: q, k, v share one
 
 
 def memory(args, config, gpus: int, image: bool = False) -> dict[str, float]:

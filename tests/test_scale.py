@@ -1,0 +1,339 @@
+"""Many processes do what one does; LoRA and its reference; what is stored of a model, and read again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import released_standins
+import torch
+from safetensors.torch import load_file
+
+import common
+import maskgrpo
+import memory
+import run as run_module
+import scale
+from eval.task import load_task
+from models import load, lora, tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+ONE = common.World(0, 1, torch.device("cpu"))
+REWARD = """
+import numpy as np
+
+def sevens(rows, completions):
+    return {"sevens": np.array([c.split().count("7") / max(len(c.split()), 1) for c in completions])}
+"""
+FIXED = (
+    "--prompts 3 --group-size 3 --mu 2 --iterations 2 --micro-batch 4 --eval-prompts 2 --save-every 1 "
+    "--steps 2 --block 8 --ref-every 2"
+)
+LORA = "--lora-rank 4 --lora-alpha 8 --lr 3e-3"
+# name -> (flags of two processes, of one, tolerance of the weights after 4 updates)
+RUNS = {
+    "ddp": ("--shard ddp", "", 1e-6),
+    "fsdp": ("--shard fsdp", "", 1e-5),
+    "ddp-lora": (f"--shard ddp {LORA}", LORA, 1e-6),
+    "fsdp-lora": (f"--shard fsdp --grad-checkpoint --export llada {LORA}", LORA, 1e-5),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """An untrained tiny-math policy."""
+    path = tmp_path_factory.mktemp("base") / "model"
+    tiny.build("tiny-math").save(path)
+    (path / "reward.py").write_text(REWARD)
+    return path
+
+
+def arguments(base: Path, out: Path, flags: str) -> list[str]:
+    return f"--model {base} --reward {base}/reward.py:sevens {FIXED} --out {out} {flags}".split()
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load(str(path)).state_dict()
+
+
+def distance(a: dict, b: dict) -> float:
+    assert a.keys() == b.keys()
+    return max((a[k] - b[k]).abs().max().item() for k in a)
+
+
+@pytest.fixture(scope="module")
+def runs(base, tmp_path_factory) -> Path:
+    """one/<name>: a run of this process. two/<name>: the same of two gloo processes, of which fsdp-lora
+    ends half way, then is gone on with by one process; two/resumed: half by one process, the rest by two."""
+    root = tmp_path_factory.mktemp("runs")
+    maskgrpo.main(arguments(base, root / "one/ddp", ""))
+    maskgrpo.main(arguments(base, root / "one/ddp-lora", LORA))
+    half = "--iterations 1 --eval-every 0"
+    maskgrpo.main(arguments(base, root / "two/resumed", half))
+    every = [arguments(base, root / "two" / name, flags) for name, (flags, _, _) in RUNS.items()]
+    every[-1] += half.split()
+    every.append(arguments(base, root / "two/resumed", "--shard fsdp --resume"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*command, "tests/scale_worker.py", str(root / "calls.json"), json.dumps(every)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    maskgrpo.main(arguments(base, root / "two/fsdp-lora", f"{LORA} --export llada --resume"))
+    return root
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_give_the_losses_and_weights_of_one(base, runs, name):
+    """4 updates in float32, 9 completions over 2 processes, so that the last micro-batch of one rank holds
+    nothing to train. M5: fsdp-lora was saved by two processes half way, loaded and finished by one."""
+    one = runs / "one" / name.replace("fsdp", "ddp")
+    two, tolerance = runs / "two" / name, RUNS[name][2]
+    for a, b in zip(lines(one / "metrics.jsonl"), lines(two / "metrics.jsonl"), strict=True):
+        assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=1e-12)
+        assert a["kl"] == pytest.approx(b["kl"], abs=1e-7)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert b["ratio_max_first"] == 1.0
+    trained = weights(two / "model")
+    assert distance(weights(one / "model"), trained) <= tolerance
+    if "lora" in name:
+        assert max(t.abs().max() for n, t in trained.items() if "lora_B" in n) > 1e-3
+    else:
+        assert distance(weights(base), trained) > 1e-4
+
+
+def test_checkpoint_of_one_process_is_gone_on_with_by_two(runs):
+    """M5, the other way round: half a run by one process, the rest by two under FSDP."""
+    assert distance(weights(runs / "one/ddp/model"), weights(runs / "two/resumed/model")) <= 1e-5
+
+
+def test_every_rank_makes_the_same_number_of_collectives(runs):
+    first, second = json.loads((runs / "calls.json").read_text())
+    assert first == second
+    for calls in (first[1], first[3]):  # fsdp
+        assert calls["foreach_all_gather"] > calls["foreach_reduce"] >= 3 * 4  # units, micro-batches
+    assert "foreach_all_gather" not in first[0]
+
+
+def test_lora_checkpoint_holds_no_base_weights(tmp_path):
+    """M4: every key of the adapter and of a checkpoint's model says lora; under 5 % of the base's size."""
+    wide = released_standins.LLADA | {"d_model": 512, "mlp_hidden_size": 1024, "n_heads": 8, "n_kv_heads": 8}
+    base = released_standins.llada(tmp_path / "base", config=wide)
+    policy = load(str(base))
+    lora.add(policy, str(base), 2, 4.0)
+    reference = scale.AdapterReference(policy)
+    held = run_module.trained_state(policy)
+    assert held and all("lora_" in name for name in held)
+    assert {name.split(".")[-2] for name in held} == {lora.POLICY, lora.REFERENCE}
+    lora.save(policy, tmp_path / "adapter", policy.backbone.state_dict())
+    stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert len(stored) == 2 * 7 * 2 and all("lora" in name for name in stored)
+    size = {p: sum(f.stat().st_size for f in (tmp_path / p).iterdir()) for p in ("base", "adapter")}
+    assert size["adapter"] < 0.05 * size["base"]
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad])
+    run_module.save_checkpoint(tmp_path, 1, {"policy": held}, optimizer, ONE)
+    stored = sum(f.stat().st_size for f in (tmp_path / "checkpoints/step_000001").iterdir())
+    assert stored < 4 * 0.05 * size["base"]  # two adapters and two moments
+    assert reference.policy is policy
+
+
+def test_exported_lora_model_computes_what_the_adapter_computes(runs):
+    """--export llada merges the adapter into the released tensor names."""
+    adapter, merged = (
+        load(str(runs / "two/fsdp-lora/model")),
+        load(str(runs / "two/fsdp-lora/llada"), length=16),
+    )
+    names = load_file(runs / "two/fsdp-lora/llada/model.safetensors").keys()
+    assert "model.transformer.blocks.0.q_proj.weight" in names and not any("lora" in n for n in names)
+    ids = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        a, b = (p.backbone(ids).logits for p in (adapter, merged))
+    assert (a - b).abs().max() < 1e-5
+    assert (a - load(str(runs / "one/ddp/model")).backbone(ids).logits).abs().max() > 1e-3
+
+
+def probe(policy, model=None):
+    """log p of fixed tokens under ``model`` (the policy itself if None)."""
+    prompt = policy.encode(["ann has 3 pears gets 4 loses 2 ?"])
+    x_0 = torch.arange(policy.length)[None] % 10 + 3
+    return (model or policy)(prompt, torch.full_like(x_0, policy.mask_id), target=x_0)
+
+
+def prepared(base: Path, flags: str):
+    args = maskgrpo.flags(["--model", str(base), *flags.split()])
+    return scale.load_policy(args, ONE, load_task("tiny-math"))
+
+
+@pytest.mark.parametrize("flags", ["", LORA])
+def test_reference_stays_until_it_is_refreshed(base, flags):
+    """With LoRA and without: equal at the start, apart after a step, equal again; never trained."""
+    policy, reference = prepared(base, flags)
+    start = probe(policy).detach()
+    assert torch.equal(start, probe(policy, reference)) and torch.equal(
+        start, probe(load(str(base))).detach()
+    )
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], 0.1)
+    for _ in range(2):  # B = 0: the first step moves B, the second A too
+        probe(policy).sum().backward()
+        optimizer.step()
+    assert torch.equal(start, probe(policy, reference))
+    moved = probe(policy).detach()
+    assert (moved - start).abs().max() > 1e-3
+    reference.refresh(policy)
+    assert torch.equal(moved, probe(policy, reference)) and torch.equal(moved, probe(policy))
+    for name, p in policy.named_parameters():
+        assert p.requires_grad == (f".{lora.POLICY}." in name if flags else True)
+
+
+def test_lora_covers_all_seven_projections_without_dropout_in_float32(base):
+    """Reports E7 and, of DESIGN, difference 11: the public names hit four of seven."""
+    policy, _ = prepared(base, f"{LORA} --dtype bfloat16")
+    adapted = [name.split(".")[-1] for name, _ in lora.layers(policy)]
+    blocks = len(policy.backbone.get_decoder().layers)
+    assert sorted(adapted) == sorted(blocks * lora.TARGETS) and not policy.training
+    for _, layer in lora.layers(policy):
+        assert isinstance(layer.lora_dropout[lora.POLICY], torch.nn.Identity)
+        assert layer.lora_A[lora.POLICY].weight.dtype == torch.float32
+        assert layer.get_base_layer().weight.dtype == torch.bfloat16
+        assert layer.scaling[lora.POLICY] == 2.0
+
+
+def test_adapter_can_be_trained_on_and_only_with_its_own_rank(base, runs, capsys):
+    stored = runs / "one/ddp-lora/model"
+    policy, reference = prepared(stored, LORA)
+    assert torch.equal(probe(policy), probe(policy, reference))
+    assert torch.equal(probe(policy), probe(load(str(stored))))
+    with pytest.raises(ValueError, match="the adapter in .* has rank 4, alpha 8"):
+        prepared(stored, "--lora-rank 8 --lora-alpha 8")
+    with pytest.raises(ValueError, match="is a LoRA adapter: give its --lora-rank"):
+        prepared(stored, "")
+
+
+def test_adapter_under_the_released_names_is_read(tmp_path):
+    """As public trainers write it: LLaDA's own module names, some projections only."""
+    from safetensors.torch import save_file
+
+    base = released_standins.llada(tmp_path / "base")
+    noise = torch.Generator().manual_seed(0)
+    A, B = torch.randn(2, 32, generator=noise), torch.randn(32, 2, generator=noise)
+    key = "base_model.model.model.transformer.blocks.1.attn_out.lora_{}.weight"
+    save_file({key.format("A"): A, key.format("B"): B}, tmp_path / "adapter_model.safetensors")
+    config = {"base_model_name_or_path": str(base), "r": 2, "lora_alpha": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    policy = load(str(tmp_path))
+    ((name, layer),) = lora.layers(policy)
+    assert name == "model.layers.1.self_attn.o_proj"
+    x = torch.randn(3, 32, generator=noise)
+    W = layer.get_base_layer().weight
+    assert torch.allclose(layer(x), x @ (W + 4 * B @ A).T, atol=1e-4)
+    save_file({key.format("A"): A}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="missing, unexpected or of another shape.*o_proj.lora_B"):
+        load(str(tmp_path))
+
+
+def test_missing_peft_is_one_sentence(base, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="LoRA needs peft: pip install -r requirements.txt"):
+        prepared(base, LORA)
+
+
+def test_bfloat16_weights_are_not_trained_in_full_without_fsdp(base):
+    with pytest.raises(ValueError, match="--dtype bfloat16 without --lora-rank"):
+        prepared(base, "--dtype bfloat16")
+
+
+def test_fsdp_holds_float32_computes_in_bfloat16_and_starts_at_ratio_one(base, tmp_path):
+    """On one process without torchrun. The stored model is in --dtype."""
+    out = tmp_path / "run"
+    try:
+        maskgrpo.main(arguments(base, out, "--shard fsdp --dtype bfloat16 --iterations 1 --eval-every 0"))
+        (metrics,) = lines(out / "metrics.jsonl")
+        assert metrics["ratio_max_first"] == 1.0
+        assert {t.dtype for t in load_file(out / "model/model.safetensors").values()} == {torch.bfloat16}
+        policy, reference = prepared(base, "--shard fsdp --dtype bfloat16")
+        assert {p.dtype for p in policy.parameters()} == {torch.float32}
+        log_p = probe(policy)
+        assert log_p.dtype == torch.float32 and torch.equal(log_p, probe(policy, reference))
+        whole = probe(load(str(base)))
+        assert 0 < (log_p - whole).abs().max() < 0.1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---- Recipes and memory
+
+LLADA = "--model GSAI-ML/LLaDA-8B-Instruct --task gsm8k"
+
+
+def test_recipe_of_the_paper_needs_no_flag_and_any_flag_overrides_it():
+    args = maskgrpo.flags([*LLADA.split(), "--gamma", "0.6", "--lr", "3e-6"])
+    paper = dict(mu=12, group_size=6, lr=3e-6, beta=0.01, eps=0.2, length=256, steps=128, block=16)
+    paper |= dict(temperature=0.9, lora_rank=128, lora_alpha=64, weight_decay=0.1, betas=(0.9, 0.99))
+    paper |= dict(grad_clip=0.2, ref_every=64, remask="fading", gamma=0.6)
+    assert {k: getattr(args, k) for k in paper} == paper
+    said = run_module.describe(args).splitlines()
+    assert [line.split(":")[0] for line in said] == ["paper", "ours", "command line"]
+    assert "mu 12" in said[0] and "prompts" in said[1] and "warmup" in said[1]
+    assert "gamma 0.6" in said[2] and "lr 3e-06" in said[2]  # given, though equal to the recipe
+    assert "gamma" not in said[0]
+    assert maskgrpo.flags([*LLADA.split(), "--mu", "3"]).mu == 3
+    for model in ("GSAI-ML/LLaDA-1.5", "GSAI-ML/LLaDA-8B-Base", "Gen-Verse/MMaDA-8B-MixCoT", "/x/LLaDA-1.5"):
+        assert maskgrpo.flags(["--model", model, "--task", "math500"]).lora_rank == 128
+    assert maskgrpo.flags(["--model", "GSAI-ML/LLaDA-8B-Instruct", "--task", "tiny-math"]).lora_rank == 0
+
+
+def test_dry_run_prints_the_table_and_loads_nothing(capsys, monkeypatch):
+    monkeypatch.setattr("models.load", None)
+    for flags in ("", "--lora-rank 0 --shard fsdp"):
+        with pytest.raises(SystemExit) as stopped:
+            maskgrpo.flags([*LLADA.split(), "--dry-run", *flags.split()])
+        assert not stopped.value.code
+    said = capsys.readouterr().out
+    assert "| GB a GPU | 1 GPU | 4 GPUs | 8 GPUs |" in said and said.count("| **sum** |") == 2
+    assert "LoRA rank 128, --shard ddp" in said and "all weights trained, --shard fsdp" in said
+
+
+def test_memory_of_llada_counts_its_eight_billion_weights():
+    args = maskgrpo.flags(LLADA.split())
+    config = memory.config_of("GSAI-ML/LLaDA-8B-Instruct")
+    used = memory.memory(args, config, 1)
+    adapter = 32 * 128 * (4 * 2 * 4096 + 3 * (4096 + 12288))
+    assert used["weights"] == pytest.approx(2 * 8.015e9 + 4 * adapter, rel=1e-3)
+    assert used["optimizer"] == 8 * adapter
+    full = SimpleNamespace(**vars(args) | {"lora_rank": 0, "shard": "fsdp"})
+    assert memory.memory(full, config, 8)["optimizer"] == pytest.approx(8 * 8.015e9 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("flags", ["", LORA, "--dtype bfloat16 --shard fsdp", f"--dtype bfloat16 {LORA}"])
+def test_activations_are_what_autograd_keeps(base, flags):
+    """The arithmetic against the bytes that a block of the tiny model really saves, within a tenth."""
+    args = maskgrpo.flags(["--model", str(base), *flags.split()])
+    policy = load(str(base), dtype=getattr(torch, args.dtype))
+    if args.lora_rank:
+        lora.add(policy, str(base), args.lora_rank, args.lora_alpha)
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept = {}
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    decoder, dtype, held = policy.backbone.get_decoder(), getattr(torch, args.dtype), []
+    layers, tokens = decoder.layers, 4 * 64
+    for n in (1, len(layers)):  # the difference leaves out what is kept once
+        kept.clear()
+        decoder.layers = layers[:n]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            out = decoder(inputs_embeds=torch.zeros(4, 64, 64, dtype=dtype, requires_grad=True))
+        held.append(sum(kept.values()))
+        del out
+    each = memory.saved_per_token(policy.backbone.config, torch.finfo(dtype).bits // 8, args.lora_rank)
+    assert (held[1] - held[0]) / ((len(layers) - 1) * tokens) == pytest.approx(each, rel=0.1)
