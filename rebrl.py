@@ -2,7 +2,7 @@
 
     python rebrl.py                                      # tiny-geneval, minutes on a laptop
     torchrun --nproc_per_node 6 rebrl.py --model Gen-Verse/MMaDA-8B-Base --task geneval --data prompts/ \\
-        --reward hpsv3 --shard fsdp --dtype bfloat16
+        --reward hpsv3
 
 A token that is masked at t_j is masked at every later t_j' too, so what the sampler reveals late is trained
 most often: a token revealed at t_j has weight sum_{j'>=j} 1/t_j' = mu sum_{j'>=j} 1/j' in an update (from
@@ -27,37 +27,55 @@ import torch
 from torch import Tensor
 
 from common import end_of_text, generator, group_advantage, k3, prompt_indices, remask, start_processes, times
-from run import Recipe, Run, one_sentence, parse, rollout_flags, run_flags, scale_flags, update_flags
+from run import (
+    Recipe,
+    Run,
+    one_sentence,
+    parse,
+    rollout_flags,
+    run_flags,
+    scale_flags,
+    script_parser,
+    update_flags,
+)
 from samplers import sample, settings_of, uniform
 
 RECIPES = [
     Recipe("^tiny", ("tiny-geneval",), {}, dict(prompts=8, mu=6, steps=8, cfg=1.0, lr=1e-4, iterations=44)),
-    Recipe("^tiny", ("tiny-math",), {}, dict(sampler="semi_autoregressive", remask="fading", lr=3e-4)),
+    Recipe("^tiny", ("tiny-math",), {}, dict(sampler="semi_autoregressive", remask="fading", steps=8)),
     Recipe(
         "Gen-Verse/MMaDA",
         ("geneval", "ocr", "captions"),
         dict(lr=3e-6, prompts=8, group_size=9, mu=8, steps=12, cfg=3.5, iterations=1800),
         dict(eps=0.2, beta=0.01, sampler="emerge", schedule="cosine", eval_steps=32, micro_batch=6)
-        | dict(grad_checkpoint=True),
+        | dict(grad_checkpoint=True, dtype="bfloat16", shard="fsdp"),
     ),
 ]
 ORDER = {"none": 0, "first": 1, "second": 2, "token": 1}  # lambda(t) = t^order (Eq. 11)
 
 
 def flags(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "rebrl.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser("rebrl.py", __doc__)
     run_flags(parser)
     parser.set_defaults(task="tiny-geneval")
     rollout_flags(parser)
     g = parser.add_argument_group("sampler")
-    g.add_argument("--sampler", choices=("emerge", "maskgit", "semi_autoregressive"), default="emerge")
+    g.add_argument(
+        "--sampler",
+        choices=("emerge", "maskgit", "semi_autoregressive"),
+        default="emerge",
+        help="the reverse kernel | MaskGIT | blocks, for texts",
+    )
     g.add_argument("--block", type=int, default=8, help="tokens of a block (semi_autoregressive)")
     g.add_argument(
         "--eos-rule", choices=("none", "last"), default="none", help="last: end ids are revealed last"
     )
-    g.add_argument("--schedule", choices=("cosine", "linear", "pow2", "sigmoid"), default="cosine")
+    g.add_argument(
+        "--schedule",
+        choices=("cosine", "linear", "pow2", "sigmoid"),
+        default="cosine",
+        help="1 - alpha over the steps",
+    )
     update_flags(parser)
     g = parser.add_argument_group("credit")
     g.add_argument(
@@ -115,7 +133,9 @@ def credit(rebalance: str, masked: Tensor, t: list[float]) -> Tensor:
 def log_prob(model, state: tuple, b: slice, x_0: Tensor, null, w: float) -> Tensor:
     """log p(x_0^k | x_t, c) [N] at the loss tokens of rows b of a state (prompt, x_t, loss mask)."""
     prompt, x_t, loss_mask = state
-    return model(prompt[b], x_t[b], where=loss_mask[b], target=x_0[b], null=null and null[b], cfg=w)
+    return model(
+        prompt[b], x_t[b], where=loss_mask[b], target=x_0[b], null=None if null is None else null[b], cfg=w
+    )
 
 
 def objective(
@@ -154,14 +174,14 @@ def main(argv: list[str] | None = None) -> None:
         optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)
         run = Run(args, world)
         run.restore(policy, reference, optimizer)
-        policy.encode(
-            [row["prompt"] for row in (*rows_train, *rows_test)]
-        )  # a prompt that is too long ends it now
+        # a prompt that is too long ends it now, not in the middle
+        policy.encode([row["prompt"] for row in (*rows_train, *rows_test)])
 
     G, w, t = args.group_size, args.cfg if args.score == "guided" else 0.0, times(args.mu, args.gamma)
     mine, real = world.share(args.prompts * G)  # sample n belongs to group n // G, whichever process has it
     batches = [slice(i, i + args.micro_batch) for i in range(0, len(mine), args.micro_batch)]
     real = torch.tensor(real, device=world.device).bool()
+    started = run.step  # 0, or where a resumed run goes on
     evaluate_run(run, 0, policy, task, rows_test, settings, args)
 
     for iteration in run.iterations():
@@ -211,10 +231,8 @@ def main(argv: list[str] | None = None) -> None:
                 sums.update(s)
                 if j == 0:
                     first = max([first, *(log_p - log_old[j][i]).abs().tolist()])
-            if iteration == 0 and j == 0 and math.exp(world.max(first)) > 1 + 1e-3:
-                sys.exit(
-                    f"the first ratio is {math.exp(first):.4f}, not 1: old and new scores are of two models"
-                )
+            if j == 0 and iteration == started and math.exp(world.max(first)) > 1 + 1e-3:
+                sys.exit("the first ratio is not 1: old and new log-probabilities are not of one model")
             world.sum_gradients(parameters)
             grad_norm += run.optimizer_step(parameters, run.warmed_up(iteration * args.mu + j)) / args.mu
         run.refresh(reference, policy, (iteration + 1) * args.mu)

@@ -150,19 +150,19 @@ def test_each_completion_weighs_alike_and_its_tokens_by_its_own_length(base, tmp
     monkeypatch.setattr(rebrl, "objective", lambda *a: seen.append(a) or plain(*a))
     train(rebrl, base, tmp_path / "run", "--iterations", "1", "--rebalance", "first")
     weights = torch.stack([a[5] for a in seen])
-    assert weights.unique().tolist() == [pytest.approx(1 / (36 * 2 * 4))]
+    assert weights.unique().tolist() == [pytest.approx(1 / (load(str(base)).length * 2 * 4))]
     seen.clear()
     tiny.build("tiny-math").save(tmp_path / "text")
-    end_ids = load(str(tmp_path / "text")).end_ids
+    text = load(str(tmp_path / "text"))
     lengths = []
     monkeypatch.setattr(
         rebrl, "end_of_text", lambda x, ids: lengths.append(end_of_text(x, ids)) or lengths[-1]
     )
-    flags = f"--task tiny-math --model {tmp_path}/text --steps 24 --rebalance first --out {tmp_path}/run_text"
-    rebrl.main([*SMALL.split(), *flags.split(), "--iterations", "1"])
-    assert end_ids and len(lengths[0].unique()) > 1
-    torch.testing.assert_close(seen[0][5], (1 / (lengths[0] * 8.0))[:, None].expand(8, 24))
-    inside = torch.arange(24) < lengths[0][:, None]
+    flags = f"--task tiny-math --model {tmp_path}/text --steps {text.length} --out {tmp_path}/run_text"
+    rebrl.main([*SMALL.split(), *flags.split(), "--rebalance", "first", "--iterations", "1"])
+    assert text.end_ids and len(lengths[0].unique()) > 1
+    torch.testing.assert_close(seen[0][5], (1 / (lengths[0] * 8.0))[:, None].expand(8, text.length))
+    inside = torch.arange(text.length) < lengths[0][:, None]
     assert not any((a[3] & ~inside).any() for a in seen)  # nothing after the end of text is trained
 
 
@@ -253,7 +253,7 @@ def test_gradient_of_a_guided_score_reaches_both_rows(base):
     """Report D2: logits (1 + w) cond - w uncond, and neither is held fixed."""
     policy = load(str(base))
     prompt = policy.encode(["a red square"])
-    null, x_t = policy.unconditional(prompt), torch.full((1, 36), policy.mask_id)
+    null, x_t = policy.unconditional(prompt), torch.full((1, policy.length), policy.mask_id)
     words = policy.backbone.get_input_embeddings().weight
     rows = {}
     for name, w in (("conditional", 0.0), ("guided", 3.0)):

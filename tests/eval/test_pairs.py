@@ -104,13 +104,15 @@ def test_an_interrupted_encoding_leaves_nothing_behind(policy, tmp_path):
 
 
 def test_picture_is_cropped_in_the_middle_to_the_size_that_the_policy_paints(policy, tmp_path):
-    wide = torch.zeros(3, 48, 96, dtype=torch.uint8)
-    wide[:, :, 24:72] = ROWS[0]["completion"][:, ::2, ::2]  # half its size, between two black bars
-    picture = pairs.pixels(encoded(wide), (96, 96), "here")
-    assert picture.shape == (3, 96, 96) and picture.dtype == torch.uint8
-    blurred = (picture.int() - ROWS[0]["completion"].int()).abs().float()
+    shown = ROWS[0]["completion"]
+    side = shown.shape[-1]
+    wide = torch.zeros(3, side // 2, side, dtype=torch.uint8)
+    wide[:, :, side // 4 : -side // 4] = shown[:, ::2, ::2]  # half its size, between two black bars
+    picture = pairs.pixels(encoded(wide), (side, side), "here")
+    assert picture.shape == (3, side, side) and picture.dtype == torch.uint8
+    blurred = (picture.int() - shown.int()).abs().float()
     assert blurred.mean() < 6  # no bar is left in it
-    assert policy.decode(torch.zeros(1, 36, dtype=torch.long)).shape[-2:] == (96, 96)
+    assert policy.decode(torch.zeros(1, policy.length, dtype=torch.long)).shape[-2:] == (side, side)
 
 
 @pytest.mark.parametrize(
