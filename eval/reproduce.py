@@ -62,6 +62,16 @@ TABLES = {
             "+ emerge sampler (MaskGRPO)": "--remask random --gamma 0.8 --sampler emerge",
         },
     ),
+    "udm": Table(
+        "udm_grpo.py",
+        "--task tiny-geneval",
+        {
+            "naive (Flow-GRPO)": "--trajectory backward --action intermediate --cfg 1",
+            "+ clean action": "--trajectory backward --action clean --cfg 1",
+            "+ forward trajectory": "--trajectory forward --action clean --cfg 1",
+            "+ CFG-Free (UDM-GRPO)": "--trajectory forward --action clean --cfg 0",
+        },
+    ),
 }
 
 
