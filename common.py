@@ -2,16 +2,31 @@
 a run."""
 
 import hashlib
+import importlib.util
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+def import_file(path: str, flag: str, name: str) -> ModuleType:
+    """A Python file of the user's that must define ``name``. ValueError, one sentence, where it does not."""
+    if not os.path.isfile(path):
+        raise ValueError(f"{flag} {path}: no such file")
+    spec = importlib.util.spec_from_file_location(os.path.basename(path)[:-3], path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{flag} {path}: defines no function {name!r}")
+    return module
+
 
 # ---- Randomness: explicit generators only, keyed by what they are for, so that any number of processes draws
 # the same

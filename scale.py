@@ -136,7 +136,7 @@ def gathered(module: nn.Module, world: World) -> dict[str, Tensor]:
 def store(policy, path, args, world: World) -> None:
     """The trained model in ``path``, for ``models.load``: all weights in --dtype or, with LoRA, the adapter
     alone; with --export llada the whole model in the released layout too, beside it. Every rank must call."""
-    state = gathered(policy.backbone, world)
+    state = gathered(getattr(policy, "backbone", policy), world)
     if world.rank:
         return
     adapted, dtype = any(lora.layers(policy)), getattr(torch, args.dtype)

@@ -1,14 +1,13 @@
 """Rewards by name, each logged apart, summed with weights: ``--reward hpsv3=1,clip=0.5,http://host:8000/ocr=1``."""
 
 import importlib
-import importlib.util
 import math
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
+from common import import_file
 from eval.reward_client import RewardClient, RewardServersDown
 from eval.task import Task
 
@@ -77,14 +76,7 @@ def load_reward(name: str, device: str = "cpu") -> Score:
         raise ValueError(
             f"--reward {name}: unknown; accepted: {', '.join(REWARDS)}, path/to/file.py:function"
         )
-    if not Path(path).is_file():
-        raise ValueError(f"--reward {name}: no such file as {path}")
-    spec = importlib.util.spec_from_file_location("custom_reward", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, function, None)):
-        raise ValueError(f"--reward {name}: {path} defines no function {function!r}")
-    return getattr(module, function)
+    return getattr(import_file(path, "--reward", function), function)
 
 
 def as_scores(values, n: int) -> np.ndarray:

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import numpy as np
 
+from common import import_file
+
 
 @dataclass(frozen=True)
 class Task:
@@ -45,15 +47,7 @@ def load_task(name: str, protocol: str | None = None, unsafe_exec: bool = False)
 def task_module(name: str) -> ModuleType:
     """The module of a task; ValueError when there is none."""
     if name.endswith(".py"):
-        spec = importlib.util.spec_from_file_location("custom_task", name)
-        if spec is None:
-            raise ValueError(f"--task {name}: not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except FileNotFoundError:
-            raise ValueError(f"--task {name}: no such file") from None
-        return module
+        return import_file(name, "--task", "task")
     module_name = "eval." + name.replace("-", "_")
     if name not in TASKS or importlib.util.find_spec(module_name) is None:
         raise ValueError(f"--task {name}: unknown; accepted: {', '.join(TASKS)}, or a path to a .py file")

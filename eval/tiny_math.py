@@ -22,7 +22,7 @@ DIGITS = tuple(str(n) for n in range(10))
 WORDS = (*DIGITS, "+", "-", "=", "answer", "has", "gets", "loses", "?", *NAMES, *THINGS)
 LENGTH = 16  # tokens of a completion
 LARGEST_STEP = 4  # what is got or lost at once
-SLIPS = {"skip the last step": 0.4, "flip an operator": 0.2, "miscalculate": 0.05}
+SLIPS = {"skip the last step": 0.45, "flip an operator": 0.25, "miscalculate": 0.05}
 LAYOUT = re.compile(r"\d( [+-] \d = \d)+ answer \d")
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common import import_file
 from models import weights
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def load(
     modality: str | None = None,
     vq: str | None = None,
 ) -> "Policy":
-    """The policy of a local directory or a hub id, in eval mode.
+    """The policy of a local directory, of a hub id, or of ``policy()`` in a .py file; in eval mode.
 
     A directory written by ``policy.save`` says its kind in policy.json, a released one in config.json; one of
     a LoRA adapter names its base.
@@ -35,6 +36,8 @@ def load(
     checkpoint cannot make it; MMaDA as released makes both, and None means image. vq: another image tokenizer
     (directory or hub id) than the checkpoint's. ValueError, one sentence, where it cannot be loaded.
     """
+    if name_or_path.endswith(".py"):
+        return import_file(name_or_path, "--model", "policy").policy().to(device, dtype).eval()
     directory = weights.find(name_or_path)
     sizes = dict(dtype=dtype, device=device, length=length, max_prompt=max_prompt)
     if (directory / "adapter_config.json").exists():
