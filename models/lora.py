@@ -62,7 +62,7 @@ def add_reference(policy: Policy) -> None:
 
 def layers(policy: Policy) -> Iterator[tuple[str, torch.nn.Module]]:
     """(name, layer) of each adapted projection; none without LoRA."""
-    return ((n, m) for n, m in policy.backbone.named_modules() if hasattr(m, "lora_A"))
+    return ((n, m) for n, m in getattr(policy, "backbone", policy).named_modules() if hasattr(m, "lora_A"))
 
 
 @torch.no_grad()
