@@ -200,7 +200,7 @@ RANGES = {  # flag -> least and largest value
     **dict.fromkeys(("length", "max_prompt", "batch", "examples"), (1, math.inf)),
     **dict.fromkeys(("lr", "beta", "temperature", "weight_decay", "warmup", "ref_every"), (0, math.inf)),
     **dict.fromkeys(("lora_rank", "eval_every", "save_every", "eval_prompts", "cfg"), (0, math.inf)),
-    **dict.fromkeys(("prompt_mask", "cfg_until", "eps"), (0, 1)),
+    **dict.fromkeys(("prompt_mask", "drop_prompt", "cfg_until", "eps"), (0, 1)),
     "grad_clip": (1e-8, math.inf),
     "group_size": (2, math.inf),  # an advantage compares the completions of one prompt
 }

@@ -1,7 +1,9 @@
-"""Supervised training on the ELBO (MaskGRPO Eq. 2): makes the built-in base models, and the "SFT +" stage.
+r"""Supervised training on the ELBO (MaskGRPO Eq. 2): makes the built-in base models, and the "SFT +" stage.
 
     python sft.py --task tiny-math                       # a base from scratch, under runs/base/
     torchrun --nproc_per_node 8 sft.py --model GSAI-ML/LLaDA-8B-Base --data pairs.jsonl --shard fsdp
+    torchrun --nproc_per_node 8 sft.py --model Gen-Verse/MMaDA-8B-Base --task captions --data pairs/ \
+        --drop-prompt 0.1 --shard fsdp                   # webdataset tars, parquet or jsonl of pictures
 
 The loss of a response x_0 is -(1/t) sum over masked k of log p(x_0^k | x_t, c), t ~ U(0, 1], each token
 masked with probability t. The whole canvas is trained, the ends of text that pad it too: they teach where to
@@ -31,6 +33,7 @@ RECIPES = [
     Recipe("^tiny", ("tiny-math",), ours=dict(iterations=4000)),
     Recipe("^tiny", ("tiny-geneval",), ours=dict(iterations=3000, examples=8000)),
 ]
+CACHE = Path("runs/pairs")  # codes of the pictures of --data
 DRAWS = 32  # Monte-Carlo draws of the held-out bound
 
 
@@ -47,6 +50,7 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     g.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.99), metavar=("B1", "B2"))
     g.add_argument("--grad-clip", type=float, default=1.0)
     g.add_argument("--examples", type=int, default=20000, help="pairs that a built-in world makes")
+    g.add_argument("--drop-prompt", type=float, default=0.0, help="share of unconditional rows, for guidance")
     g.add_argument("--length", type=int, help="tokens of a response (default: the model's)")
     g.add_argument("--max-prompt", type=int, help="longest prompt in tokens (default: the model's)")
     path_flags(parser, ("mask", "mixture", "metric"))
@@ -92,27 +96,30 @@ def main(argv: list[str] | None = None) -> None:
     with one_sentence():
         world = start_processes()
         task = load_task(args.task, args.protocol, args.unsafe_exec)
-        policy, pairs = load(args, world, task)
+        policy, texts, x_0 = load(args, world, task)
         process, log_prob = objective(args, policy)
         parameters = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)
         run = Run(args, world)
         run.restore(policy, None, optimizer)
-        prompts = policy.encode([pair["prompt"] for pair in pairs])
-        x_0 = policy.respond([pair["completion"] for pair in pairs])  # [n, L]
+        prompts, x_0 = policy.encode(texts), x_0.to(world.device)  # [n, P], [n, L]
 
-    n_held_out = min(256, -(-len(pairs) // 10))
+    n_held_out = min(256, -(-len(texts) // 10))
     mine, real = world.share(args.batch)
     real = torch.tensor(real, device=world.device)
     for iteration in run.iterations():
         g = generator("sft", args.seed, iteration)
-        chosen = torch.randint(n_held_out, len(pairs), (args.batch,), generator=g)[mine]
+        chosen = torch.randint(n_held_out, len(texts), (args.batch,), generator=g)[mine]
         t, noise = (x[mine].to(world.device) for x in process(args.batch, policy.length, g))
+        drop = (torch.rand(args.batch, generator=g) < args.drop_prompt)[mine].to(world.device)
         r = (iteration + 0.5) / args.iterations
         total = 0.0
         for i in range(0, len(mine), args.micro_batch):
             b = slice(i, i + args.micro_batch)
-            bound = log_prob(prompts[chosen[b]], x_0[chosen[b]], noise[b], t[b])  # [B], Eq. 2
+            prompt = prompts[chosen[b]]
+            if args.drop_prompt:
+                prompt = prompt.replaced(drop[b], policy.unconditional(prompt))
+            bound = log_prob(prompt, x_0[chosen[b]], noise[b], t[b])  # [B], Eq. 2
             loss = -(bound * real[b]).sum() / (args.batch * policy.length)
             loss.backward()
             total += loss.item()
@@ -143,11 +150,12 @@ def held_out_bound(policy, prompts, x_0: Tensor, args: argparse.Namespace, world
 
 
 def load(args: argparse.Namespace, world: World, task) -> tuple:
-    """(policy, pairs): an untrained built-in model, or --model; the pairs of its world, or --data.
+    """(policy, prompts, x_0 [n, L]): an untrained built-in model or --model; pairs of its world or --data.
 
     Raises ValueError for a --model that has neither.
     """
     from eval.jsonl import read_jsonl
+    from eval.pairs import load_pairs
     from models import tiny
     from scale import load_policy
 
@@ -158,12 +166,19 @@ def load(args: argparse.Namespace, world: World, task) -> tuple:
         policy = load_policy(args, world, task)[0]
     else:
         raise ValueError(f"--model {args.model}: add --data, the prompts and completions to train it on")
-    if not args.data:
-        return policy, world_of(args.task).base_rows(args.examples, args.seed)
-    pairs = read_jsonl(args.data, ("prompt", "completion"))
-    if task.modality != "text" or len(pairs) < 2:
-        raise ValueError(f"--data {args.data}: at least two pairs of texts are needed, and a --task of texts")
-    return policy, pairs
+    if args.data and task.modality == "image":
+        if world.rank == 0:  # encodes the pictures; the other ranks read the codes
+            load_pairs(args.data, policy, CACHE)
+        world.barrier()
+        texts, x_0 = load_pairs(args.data, policy, CACHE)
+    else:
+        pairs = world_of(args.task).base_rows(args.examples, args.seed) if not args.data else None
+        pairs = pairs or read_jsonl(args.data, ("prompt", "completion"))
+        texts, completions = ([pair[k] for pair in pairs] for k in ("prompt", "completion"))
+        x_0 = torch.cat([policy.respond(completions[i : i + 512]) for i in range(0, len(pairs), 512)])
+    if len(texts) < 2:
+        raise ValueError(f"--data {args.data}: at least two pairs are needed, one is held out")
+    return policy, texts, x_0
 
 
 def score(policy, task, args: argparse.Namespace, world: World) -> None:

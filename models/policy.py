@@ -32,6 +32,11 @@ class Prompt:
     def to(self, device: torch.device | str) -> "Prompt":
         return Prompt(self.ids.to(device), self.mask.to(device))
 
+    def replaced(self, where: Tensor, other: "Prompt") -> "Prompt":
+        """Rows of ``other``, of the same shape, where ``where`` [B] is true."""
+        pick = where[:, None]
+        return Prompt(torch.where(pick, other.ids, self.ids), torch.where(pick, other.mask, self.mask))
+
     def masked(self, p: float, u: Tensor, mask_id: int) -> "Prompt":
         """diffu-GRPO's prompt masking: a prompt token, never padding, is masked where u [B, P] < p."""
         return Prompt(torch.where((u < p) & self.mask, mask_id, self.ids), self.mask)

@@ -10,6 +10,7 @@ import torch
 from toys import Pairwise, any_order_bound
 
 import models
+import models.tiny
 import sft
 from common import World, elbo, end_of_text, generator
 from sft import forward_process, held_out_bound
@@ -115,8 +116,33 @@ def test_a_model_is_trained_on_pairs_of_ones_own_and_stored(tmp_path, llada, pai
 def test_what_cannot_be_trained_is_one_sentence(tmp_path, llada, pairs):
     for argv, message in (
         (f"--model {llada}", "--model .*: add --data"),
-        (f"--data {pairs} --task tiny-geneval", "--data .*: at least two pairs of texts"),
+        (f"--data {pairs} --task tiny-geneval", "row 1: no picture"),
         ("--task gsm8k", "only for tiny-math and tiny-geneval"),
     ):
         with pytest.raises(SystemExit, match=message):
             sft.main(["--out", f"{tmp_path}/run", "--iterations", "1", *argv.split()])
+
+
+def test_pictures_are_encoded_once_and_captions_dropped_for_guidance(tmp_path, monkeypatch):
+    """Pairs of the picture world as a jsonl of PNG files; with every caption dropped, captions do not matter."""
+    from PIL import Image
+
+    from eval import tiny_geneval
+
+    monkeypatch.setattr(sft, "CACHE", tmp_path / "cache")
+    models.tiny.build("tiny-geneval").save(tmp_path / "base")
+    trained = []
+    for captions in ("kept", "other"):
+        directory = tmp_path / captions
+        directory.mkdir()
+        lines = []
+        for i, row in enumerate(tiny_geneval.base_rows(12, 0)):
+            Image.fromarray(row["completion"].permute(1, 2, 0).numpy()).save(directory / f"{i}.png")
+            caption = row["prompt"] if captions == "kept" else "a square"
+            lines.append(json.dumps({"caption": caption, "image": f"{i}.png"}))
+        (directory / "pairs.jsonl").write_text("\n".join(lines))
+        argv = f"--model {tmp_path}/base --task tiny-geneval --data {directory}/pairs.jsonl --drop-prompt 1"
+        sft.main([*argv.split(), *f"--iterations 2 --batch 4 --out {tmp_path}/run_{captions}".split()])
+        trained.append(models.load(str(tmp_path / f"run_{captions}/model")).state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*(t.values() for t in trained), strict=True))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
