@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     batches = [slice(i, i + args.micro_batch) for i in range(0, len(mine), args.micro_batch)]
     real = torch.tensor(real, device=world.device).bool()
     started = run.step  # 0, or where a resumed run goes on
-    evaluate_run(run, 0, policy, task, rows_test, settings, args)
+    evaluate_run(run, 0, policy, task, rewards, rows_test, settings, args)
 
     for iteration in run.iterations():
         # Rollout: o_1..o_G for each prompt c
@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
                 "lr": optimizer.param_groups[0]["lr"],
             },
         )
-        evaluate_run(run, iteration + 1, policy, task, rows_test, settings, args)
+        evaluate_run(run, iteration + 1, policy, task, rewards, rows_test, settings, args)
     run.finish(policy)
 
 

@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     batches = [slice(i, i + args.micro_batch) for i in range(0, len(mine), args.micro_batch)]
     real = torch.tensor(real, device=world.device)
     started = run.step  # 0, or where a resumed run goes on
-    evaluate_run(run, 0, policy, task, rows_test, settings, args)
+    evaluate_run(run, 0, policy, task, rewards, rows_test, settings, args)
 
     for iteration in run.iterations():
         # Rollout: x_1 of G samples for each prompt c
@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> None:
             "lr": optimizer.param_groups[0]["lr"],
         }
         run.log(iteration + 1, metrics | measured)
-        evaluate_run(run, iteration + 1, policy, task, rows_test, settings, args)
+        evaluate_run(run, iteration + 1, policy, task, rewards, rows_test, settings, args)
     run.finish(policy)
 
 

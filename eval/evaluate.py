@@ -9,12 +9,14 @@ on where it was; --n and --limit can be raised later, and nothing is done twice.
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
 import json
 import math
 import platform
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +42,21 @@ class Scored:
 
 
 def evaluate(
-    policy, task, rows: list[dict], settings: dict, *, seed: int, world: World, micro_batch: int
+    policy,
+    task,
+    rows: list[dict],
+    settings: dict,
+    *,
+    seed: int,
+    world: World,
+    micro_batch: int,
+    rewards: Callable[[list[dict], list, int], dict[str, np.ndarray]] | None = None,
 ) -> Scored:
-    """One completion of each row. Item i has a generator of its own, so any number of processes gives the
-    same."""
+    """One completion of each row. Item i has its own generator: any number of processes gives the same.
+
+    ``rewards(rows, completions, n)``: every component [n] over all processes, of this rank's rows; None: the
+    task's own. A task without a score has the first component as one.
+    """
     mine, _ = world.share(len(rows))
     prompts = policy.encode([r["prompt"] for r in rows])
     completions, lengths = [], []
@@ -53,14 +66,17 @@ def evaluate(
         out = samplers.sample(policy, prompts[index], noise, settings)
         completions += list(policy.decode(out.x_0))
         lengths.append(end_of_text(out.x_0, policy.end_ids))
-    parts = task.reward([rows[n] for n in mine], completions)
-    parts = {k: world.gather(torch.as_tensor(v), len(rows)).numpy() for k, v in parts.items()}
-    score, se = mean_and_error(parts[task.score], [r.get(task.category) for r in rows])
+    my_rows = [rows[n] for n in mine]
+    if rewards is None:
+        parts = task.reward(my_rows, completions)
+        parts = {k: world.gather(torch.as_tensor(v), len(rows)).numpy() for k, v in parts.items()}
+    else:
+        parts = rewards(my_rows, completions, len(rows))
+    score, se = mean_and_error(parts[task.score or next(iter(parts))], [r.get(task.category) for r in rows])
     means = {k: float(v.mean()) for k, v in parts.items()}
     length = world.gather(torch.cat(lengths), len(rows)).double().mean().item()
-    return Scored(
-        {"score": score, "se": se, "n": len(rows), **means, "length": length}, parts, completions, mine
-    )
+    summary = {"score": score, "se": se, "n": len(rows), **means, "length": length}
+    return Scored(summary, parts, completions, mine)
 
 
 def mean_and_error(values: np.ndarray, categories: list) -> tuple[float, float]:
@@ -70,9 +86,9 @@ def mean_and_error(values: np.ndarray, categories: list) -> tuple[float, float]:
     return float(np.mean([v.mean() for v in in_category])), float(np.sqrt(variance) / len(in_category))
 
 
-def evaluate_run(run, step: int, policy, task, rows: list[dict], settings: dict, args) -> None:
-    """When an evaluation is due after ``step`` iterations: score the held-out prompts greedily and sampled,
-    write samples.
+def evaluate_run(run, step: int, policy, task, rewards, rows: list[dict], settings: dict, args) -> None:
+    """When an evaluation is due after ``step`` iterations: score the held-out prompts greedily and sampled by
+    every reward, trained or only measured (weight 0), and write samples.
 
     A resumed run scores what is missing of a step, and nothing twice.
     """
@@ -86,8 +102,9 @@ def evaluate_run(run, step: int, policy, task, rows: list[dict], settings: dict,
         if run.world.any(mode in done):
             continue
         chosen = settings | {"temperature": temperature, "steps": args.eval_steps or settings["steps"]}
+        how = dict(seed=args.seed, world=run.world, micro_batch=args.micro_batch)
         scored = evaluate(
-            policy, task, rows, chosen, seed=args.seed, world=run.world, micro_batch=args.micro_batch
+            policy, task, rows, chosen, rewards=functools.partial(run.gather_rewards, rewards), **how
         )
         run.score(step, task.name, mode, scored.summary)
     if scored and run.world.rank == 0:
@@ -96,7 +113,7 @@ def evaluate_run(run, step: int, policy, task, rows: list[dict], settings: dict,
             run.dir / "samples" / f"step_{step:06d}",
             [rows[n]["prompt"] for n in shown],
             scored.completions[: len(shown)],
-            scored.parts[task.score][shown].tolist(),
+            scored.parts[task.score or next(iter(scored.parts))][shown].tolist(),
         )
 
 

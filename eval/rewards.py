@@ -113,9 +113,11 @@ class Rewards:
         token: str | None = None,
     ):
         named = dict(task.weights) if spec is None else dict(parse_rewards(spec))
-        own = dict.fromkeys([*task.weights, task.score])
+        own = dict.fromkeys(filter(None, [*task.weights, task.score]))
         if any(_is_plain(name) and name not in own and name not in REWARDS for name in named):
             own.update(dict.fromkeys(_answered(task)))
+        if not named:
+            raise ValueError(f"--task {task.name} has no reward of its own: name one, as in --reward clip=1")
         self.strict, self.errors = strict, 0
         self.weights: dict[str, float] = {}  # component -> weight
         # Name, function, and which of its answers must be there as which component.

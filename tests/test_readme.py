@@ -28,7 +28,7 @@ def moved(before: torch.nn.Module, after: dict) -> float:
 def test_own_reward_trains(tmp_path):
     reward = example("my_reward.py", tmp_path)
     tiny.build("tiny-math").save(tmp_path / "base")
-    flags = f"--model {tmp_path}/base --reward correct=1,{reward}:brevity=0.2 --iterations 1 --prompts 2 --eval-prompts 4"
+    flags = f"--model {tmp_path}/base --reward correct=1,{reward}:brevity=0.2 --iterations 1 --prompts 2"
     maskgrpo.main([*flags.split(), "--out", str(tmp_path / "run")])
     assert moved(load(str(tmp_path / "base")), load(str(tmp_path / "run/model")).state_dict()) > 0
     assert '"reward/brevity"' in (tmp_path / "run/metrics.jsonl").read_text()

@@ -98,6 +98,12 @@ def test_a_run_leaves_its_files_and_the_policy_has_moved(base, straight):
     assert max((before[k] - v).abs().max().item() for k, v in weights(straight).items()) > 1e-4
 
 
+def test_every_evaluation_holds_metrics_that_are_not_trained(straight):
+    """Report K16: the trained reward (sevens) stands beside two that are only measured."""
+    for score in lines(straight / "eval.jsonl"):
+        assert {"sevens", "correct", "format", "length"} <= score.keys()
+
+
 def test_first_ratio_is_exactly_one_in_every_iteration(straight):
     """Report E1: old and new log-probabilities come from one function, mask and micro-batch."""
     assert all(m["ratio_max_first"] == 1.0 for m in lines(straight / "metrics.jsonl"))

@@ -124,7 +124,7 @@ def test_what_cannot_be_trained_is_one_sentence(tmp_path, llada, pairs):
 
 
 def test_pictures_are_encoded_once_and_captions_dropped_for_guidance(tmp_path, monkeypatch):
-    """Pairs of the picture world as a jsonl of PNG files; with every caption dropped, captions do not matter."""
+    """Pairs as a jsonl with PNG files; with every caption dropped, captions do not matter."""
     from PIL import Image
 
     from eval import tiny_geneval

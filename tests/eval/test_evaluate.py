@@ -22,6 +22,7 @@ import rebrl
 import samplers
 from common import World, generator
 from eval import evaluate
+from eval.rewards import Rewards
 from eval.task import Task, load_task
 from models import lora
 from run import config_hash
@@ -343,6 +344,9 @@ class Log:
     def scores(self):
         return self.lines
 
+    def gather_rewards(self, rewards, rows, completions, n):
+        return rewards.components(rows, completions)
+
 
 def test_a_run_killed_between_two_scores_of_a_step_makes_the_other_on_resume(tmp_path, policy):
     """And makes none twice: the table at the end needs both modes of the first and of the last step."""
@@ -350,12 +354,12 @@ def test_a_run_killed_between_two_scores_of_a_step_makes_the_other_on_resume(tmp
     args = SimpleNamespace(**args, seed=0, micro_batch=8)
     whole = Log(tmp_path)
     for step in range(5):
-        evaluate.evaluate_run(whole, step, policy, TASK, ROWS, EMERGE, args)
+        evaluate.evaluate_run(whole, step, policy, TASK, Rewards(TASK), ROWS, EMERGE, args)
     expected = [(step, mode) for step in (0, 2, 4) for mode in ("greedy", "sampled")]
     assert [(line["step"], line["mode"]) for line in whole.lines] == expected
     before = list(whole.lines)
     del whole.lines[1:]
     for step in (0, 0, 2, 4):
-        evaluate.evaluate_run(whole, step, policy, TASK, ROWS, EMERGE, args)
+        evaluate.evaluate_run(whole, step, policy, TASK, Rewards(TASK), ROWS, EMERGE, args)
     assert whole.lines == before
     assert (tmp_path / "samples/step_000004.txt").read_text().count("[") == 3
