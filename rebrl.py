@@ -41,8 +41,8 @@ from run import (
 from samplers import sample, settings_of, uniform
 
 RECIPES = [
-    Recipe("^tiny", ("tiny-geneval",), {}, dict(prompts=8, mu=6, steps=8, cfg=1.0, lr=1e-4, iterations=44)),
-    Recipe("^tiny", ("tiny-math",), {}, dict(sampler="semi_autoregressive", remask="fading", steps=8)),
+    Recipe("", ("tiny-geneval",), {}, dict(prompts=8, mu=8, steps=8, cfg=1.0)),
+    Recipe("", ("tiny-math",), {}, dict(sampler="semi_autoregressive", remask="fading", steps=8)),
     Recipe(
         "Gen-Verse/MMaDA",
         ("geneval", "ocr", "captions"),
