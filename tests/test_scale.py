@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import released_standins
 import torch
+from conftest import shared
 from safetensors.torch import load_file
 
 import common
@@ -17,6 +18,7 @@ import maskgrpo
 import memory
 import run as run_module
 import scale
+from eval import evaluate
 from eval.task import load_task
 from models import load, lora, tiny
 
@@ -68,6 +70,17 @@ def distance(a: dict, b: dict) -> float:
     return max((a[k] - b[k]).abs().max().item() for k in a)
 
 
+def gsm8k(root: Path) -> list[str]:
+    """The recipe for LLaDA-8B on a slice of GSM8K, with a tiny checkpoint of that layout, name and chat."""
+    config = released_standins.LLADA | {"max_sequence_length": 512}
+    model = released_standins.llada(root / "LLaDA-8B-Instruct", config=config)
+    slice_ = "".join(shared("data/gsm8k_test.jsonl").read_text().splitlines(True)[:4])
+    (root / "gsm8k.jsonl").write_text(slice_)
+    small = "--length 8 --steps 4 --block 4 --prompts 2 --group-size 2 --mu 2 --iterations 1 --eval-prompts 2"
+    flags = f"--model {model} --task gsm8k --data {root}/gsm8k.jsonl --out {root}/two/gsm8k {small}"
+    return [*flags.split(), "--reward", "int=1,format=1"]
+
+
 @pytest.fixture(scope="module")
 def runs(base, tmp_path_factory) -> Path:
     """one/<name>: a run of this process. two/<name>: the same of two gloo processes, of which fsdp-lora
@@ -80,6 +93,7 @@ def runs(base, tmp_path_factory) -> Path:
     every = [arguments(base, root / "two" / name, flags) for name, (flags, _, _) in RUNS.items()]
     every[-1] += half.split()
     every.append(arguments(base, root / "two/resumed", "--shard fsdp --resume"))
+    every.append(gsm8k(root))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*command, "tests/scale_worker.py", str(root / "calls.json"), json.dumps(every)],
@@ -114,11 +128,22 @@ def test_checkpoint_of_one_process_is_gone_on_with_by_two(runs):
     assert distance(weights(runs / "one/ddp/model"), weights(runs / "two/resumed/model")) <= 1e-5
 
 
+def test_recipe_of_llada_on_gsm8k_runs_on_two_processes(runs):
+    """LoRA of rank 128 beside a bfloat16 base, blocks recomputed, as the recipe says; its adapter is scored."""
+    (metrics,) = lines(runs / "two/gsm8k/metrics.jsonl")
+    assert metrics["ratio_max_first"] == 1.0 and metrics["reward/errors"] == 0
+    assert {"reward/correctness", "reward/format", "reward/int"} <= metrics.keys()
+    config = json.loads((runs / "two/gsm8k/config.json").read_text())
+    assert (config["lora_rank"], config["dtype"], config["grad_checkpoint"]) == (128, "bfloat16", True)
+    result = evaluate.main(["--model", str(runs / "two/gsm8k")])
+    assert (result["n"], result["dtype"], result["block_length"]) == (4, "bfloat16", 4)
+
+
 def test_every_rank_makes_the_same_number_of_collectives(runs):
     first, second = json.loads((runs / "calls.json").read_text())
     assert first == second
     for calls in (first[1], first[3]):  # fsdp
-        assert calls["foreach_all_gather"] > calls["foreach_reduce"] >= 3 * 4  # units, micro-batches
+        assert calls["foreach_all_gather"] > calls["foreach_reduce"] > 0
     assert "foreach_all_gather" not in first[0]
 
 
@@ -242,6 +267,13 @@ def test_missing_peft_is_one_sentence(base, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match="LoRA needs peft: pip install -r requirements.txt"):
         prepared(base, LORA)
+
+
+def test_export_of_another_layout_is_refused(tmp_path):
+    tiny.build("tiny-geneval", path="mixture").save(tmp_path)
+    args = maskgrpo.flags(["--model", str(tmp_path), "--task", "tiny-geneval", "--export", "llada"])
+    with pytest.raises(ValueError, match="--export llada: URSA has another layout"):
+        scale.load_policy(args, ONE, load_task("tiny-geneval"))
 
 
 def test_bfloat16_weights_are_not_trained_in_full_without_fsdp(base):
