@@ -73,6 +73,8 @@ def load_policy(args, world: World, task) -> tuple:
         return models.load(str(path), dtype=held, device=str(world.device), **sizes)
 
     policy, reference = load(dtype if args.lora_rank else torch.float32), None
+    if args.export and type(getattr(policy, "backbone", None)).__name__ != "LlamaForCausalLM":
+        raise ValueError(f"--export {args.export}: {type(policy).__name__} has another layout")
     if args.lora_rank:
         add_adapter(policy, str(path), args)
         reference = AdapterReference(policy) if args.beta else None
@@ -122,10 +124,10 @@ def shard(policy, dtype: torch.dtype, world: World) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
-def gathered(module: nn.Module, world: World) -> dict[str, Tensor]:
-    """The whole state dict on rank 0, in host memory where it was sharded. Every rank must call."""
+def gathered(state: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """The whole tensors on rank 0, in host memory where they were sharded. Every rank must call."""
     whole = {}
-    for name, value in module.state_dict().items():
+    for name, value in state.items():
         if isinstance(value, DTensor):
             value = value.full_tensor()
             value = torch.empty_like(value, device="cpu").copy_(value) if world.rank == 0 else None
@@ -136,10 +138,13 @@ def gathered(module: nn.Module, world: World) -> dict[str, Tensor]:
 def store(policy, path, args, world: World) -> None:
     """The trained model in ``path``, for ``models.load``: all weights in --dtype or, with LoRA, the adapter
     alone; with --export llada the whole model in the released layout too, beside it. Every rank must call."""
-    state = gathered(getattr(policy, "backbone", policy), world)
+    adapted, dtype = any(lora.layers(policy)), getattr(torch, args.dtype)
+    state = getattr(policy, "backbone", policy).state_dict()
+    if adapted and not args.export:
+        state = {n: t for n, t in state.items() if "lora_" in n}
+    state = gathered(state, world)
     if world.rank:
         return
-    adapted, dtype = any(lora.layers(policy)), getattr(torch, args.dtype)
     if adapted:
         lora.save(policy, path, state)
     else:

@@ -184,7 +184,7 @@ def settle(args: argparse.Namespace, model: str, directory: Path, config: dict |
     task = args.task or config.get("task")
     if task is None:
         raise ValueError("--task is needed: no run of this model says it")
-    uniform = models.kind_of(directory) in ("ursa", "fudoki")
+    uniform = directory.is_dir() and models.kind_of(directory) in ("ursa", "fudoki")
     script = importlib.import_module("udm_grpo" if uniform else "maskgrpo")
     defaults = vars(script.flags(["--model", config.get("model", model), "--task", task])) | config
     if task != config.get("task"):
@@ -200,12 +200,10 @@ def fingerprint(directory: Path) -> str:
     digest = hashlib.sha256()
     adapter = directory / "adapter_config.json"
     if adapter.exists():
-        digest.update(
-            fingerprint(weights.find(weights.read_json(adapter)["base_model_name_or_path"])).encode()
-        )
-    for path in sorted(
-        p for p in directory.rglob("*") if p.suffix in (".json", ".safetensors", ".pth", ".pt")
-    ):
+        base = weights.read_json(adapter)["base_model_name_or_path"]
+        digest.update(fingerprint(weights.find(base)).encode())
+    stored = sorted(p for p in directory.rglob("*") if p.suffix in (".json", ".safetensors", ".pth", ".pt"))
+    for path in stored or [directory]:
         size = path.stat().st_size
         digest.update(f"{path.relative_to(directory)} {size}".encode())
         with open(path, "rb") as f:
@@ -260,7 +258,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     with one_sentence():
         world = start_processes()
         model, config = find(args.model)
-        directory = weights.find(model)
+        directory = Path(model) if model.endswith(".py") else weights.find(model)
         asked, args = args, settle(args, model, directory, config)
         task = load_task(args.task, args.protocol, args.unsafe_exec)
         rows = task.rows("test", args.data)
@@ -345,7 +343,7 @@ def complete(policy, task, rows, mine, settings, args, out: Path, world: World, 
                 item = {"item": n, "sample": s, "prompt": rows[n]["prompt"], "completion": text}
                 if extract is not None:
                     item["extracted"] = extract(text)
-                item |= {"verdict": float(parts[task.score][k]), "length": lengths[k]}
+                item |= {"verdict": float(parts[task.score or next(iter(parts))][k]), "length": lengths[k]}
                 item |= {"components": {name: float(v[k]) for name, v in parts.items()}}
                 f.write(json.dumps(item) + "\n")
             f.flush()

@@ -129,7 +129,7 @@ def test_checkpoint_of_one_process_is_gone_on_with_by_two(runs):
 
 
 def test_recipe_of_llada_on_gsm8k_runs_on_two_processes(runs):
-    """LoRA of rank 128 beside a bfloat16 base, blocks recomputed, as the recipe says; its adapter is scored."""
+    """LoRA of rank 128 beside a bfloat16 base, blocks recomputed, as the recipe says; then scored."""
     (metrics,) = lines(runs / "two/gsm8k/metrics.jsonl")
     assert metrics["ratio_max_first"] == 1.0 and metrics["reward/errors"] == 0
     assert {"reward/correctness", "reward/format", "reward/int"} <= metrics.keys()
