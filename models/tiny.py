@@ -104,7 +104,9 @@ def ursa(seed: int, variants: int, path: str) -> Policy:
     pad_id, bov_id = text.convert_tokens_to_ids(["<pad>", "<soi>"])
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # as in llama
-        sizes = SIZE | {"head_dim": 16, "vocab_size": len(text) + len(vq.codebook)}
+        # three axes share the frequencies, and each must tell neighbours of a 4 x 4 grid apart
+        rope = {"rope_type": "default", "rope_theta": 10.0}
+        sizes = SIZE | dict(head_dim=32, vocab_size=len(text) + len(vq.codebook), rope_parameters=rope)
         backbone = qwen3(len(vq.codebook), **sizes).eval()
     layout = dict(grid=(1, vq.side, vq.side), bov_id=bov_id, pad_id=pad_id, text_length=12)
     return URSA(backbone, text, vq, path_settings=PATHS[path], **layout)
