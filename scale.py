@@ -73,7 +73,12 @@ def load_policy(args, world: World, task) -> tuple:
         return models.load(str(path), dtype=held, device=str(world.device), **sizes)
 
     policy, reference = load(dtype if args.lora_rank else torch.float32), None
-    if args.export and type(getattr(policy, "backbone", None)).__name__ != "LlamaForCausalLM":
+    backbone = getattr(policy, "backbone", None)
+    if backbone is None and (args.lora_rank or sharded or args.grad_checkpoint):
+        raise ValueError(
+            f"--model {path}: --lora-rank, --shard fsdp and --grad-checkpoint need policy.backbone"
+        )
+    if args.export and type(backbone).__name__ != "LlamaForCausalLM":
         raise ValueError(f"--export {args.export}: {type(policy).__name__} has another layout")
     if args.lora_rank:
         add_adapter(policy, str(path), args)
