@@ -36,7 +36,7 @@ def load(
     checkpoint cannot make it; MMaDA as released makes both, and None means image. vq: another image tokenizer
     (directory or hub id) than the checkpoint's. ValueError, one sentence, where it cannot be loaded.
     """
-    if name_or_path.endswith(".py"):
+    if str(name_or_path).endswith(".py"):
         return import_file(name_or_path, "--model", "policy").policy().to(device, dtype).eval()
     directory = weights.find(name_or_path)
     sizes = dict(dtype=dtype, device=device, length=length, max_prompt=max_prompt)
