@@ -1,6 +1,6 @@
 """tiny-geneval: coloured shapes asked for in words, over the six tasks of GenEval. Exact detector.
 
-The picture has 2 x 2 slots; a slot holds nothing, or one shape of one colour drawn by 2 x 2 patches of 24 px.
+The picture has 2 x 2 slots; a slot holds nothing, or one shape of one colour drawn by 2 x 2 patches of 16 px.
 The detector reads the pixels, the nearest patch of each cell. Four patches that do not make up one shape of
 one colour are something unknown, and then the picture is wrong.
 """
@@ -16,14 +16,13 @@ from torch import Tensor
 from eval.jsonl import read_jsonl
 from eval.task import Task
 
-SIDE, CELL, PATCH = 4, 2, 24  # cells a side, cells of a slot, pixels of a cell
+SIDE, CELL, PATCH = 4, 2, 16  # cells a side, cells of a slot, pixels of a cell
 PALETTE = {
     "background": (236, 233, 226),
     "red": (206, 52, 48),
     "green": (62, 150, 70),
     "blue": (46, 96, 190),
     "yellow": (240, 196, 40),
-    "purple": (132, 68, 160),
 }
 COLOURS = tuple(PALETTE)[1:]
 SHAPES = ("square", "circle", "diamond")
@@ -95,10 +94,11 @@ def rows(split: str, data: str | None = None) -> list[dict]:
 
 @functools.cache
 def patches() -> np.ndarray:
-    """uint8 [61, 24, 24, 3]: the background, then the four quarters of each shape in each colour."""
+    """uint8 [49, 16, 16, 3]: the background, then the four quarters of each shape in each colour."""
     half = CELL * PATCH / 2
     y, x = np.abs(np.mgrid[0.5 - half : half, 0.5 - half : half])
-    inside = {"square": np.maximum(x, y) < 19, "circle": np.hypot(x, y) < 21, "diamond": x + y < 23}
+    r = half * 0.9
+    inside = {"square": np.maximum(x, y) < 0.85 * r, "circle": np.hypot(x, y) < r, "diamond": x + y < r}
     made = [np.full((PATCH, PATCH, 3), PALETTE["background"], dtype=np.uint8)]
     for shape, colour in list(SLOTS)[1:]:
         picture = np.where(inside[shape][..., None], PALETTE[colour], PALETTE["background"]).astype(np.uint8)
@@ -126,8 +126,8 @@ def scene(include: list[dict], rng: np.random.Generator, distractor: bool = Fals
 
 
 def render(grid: np.ndarray, rng: np.random.Generator) -> Tensor:
-    """uint8 picture [3, 96, 96] of patch numbers [4, 4], each cell in a shade of its own."""
-    cells = patches()[grid] + rng.integers(-8, 9, (SIDE, SIDE, 1, 1, 3))  # [4, 4, 24, 24, 3]
+    """uint8 picture [3, 64, 64] of patch numbers [4, 4], each cell in a shade of its own."""
+    cells = patches()[grid] + rng.integers(-8, 9, (SIDE, SIDE, 1, 1, 3))  # [4, 4, 16, 16, 3]
     rows = cells.clip(0, 255).astype(np.uint8).swapaxes(1, 2).reshape(SIDE * PATCH, SIDE * PATCH, 3)
     return torch.from_numpy(rows).permute(2, 0, 1)
 
@@ -143,13 +143,13 @@ def holds(part: dict, slot: tuple[int, int], slots: list[tuple[int, int]]) -> bo
 
 
 def cells(images: Tensor) -> Tensor:
-    """uint8 or float images [B, 3, 96, 96] -> their patches, flattened: float [B, 16, 24 * 24 * 3]."""
-    parts = images.float().unflatten(2, (SIDE, PATCH)).unflatten(4, (SIDE, PATCH))  # [B, 3, 4, 24, 4, 24]
+    """uint8 or float images [B, 3, 64, 64] -> their patches, flattened: float [B, 16, 16 * 16 * 3]."""
+    parts = images.float().unflatten(2, (SIDE, PATCH)).unflatten(4, (SIDE, PATCH))  # [B, 3, 4, 16, 4, 16]
     return parts.permute(0, 2, 4, 3, 5, 1).reshape(len(images), SIDE * SIDE, -1)
 
 
 def detect(image: Tensor) -> list[tuple[str, str, tuple[int, int]]] | None:
-    """Objects (shape, colour, slot) in a uint8 picture [3, 96, 96]; None if a slot holds anything else."""
+    """Objects (shape, colour, slot) in a uint8 picture [3, 64, 64]; None if a slot holds anything else."""
     known = torch.from_numpy(patches()).float().flatten(1)
     grid = torch.cdist(cells(image[None])[0], known).argmin(-1).view(SIDE, SIDE).numpy()
     found = []

@@ -17,7 +17,7 @@ SIZE = dict(
 )
 TEXT_SPECIAL = ("<end>", "<mask>", "<unk>")
 IMAGE_SPECIAL = ("<pad>", "<mask>", "<begin>", "<end>", "<t2i>", "<soi>", "<eoi>", "<unk>")
-VARIANTS = 1  # near-equal shades of each patch: codebook size / 61
+VARIANTS = 1  # near-equal shades of each patch: codebook size / 49
 PATHS = {  # what a uniform-diffusion base says of its path
     "mixture": {"path": "mixture", "shift": 1.0},
     "metric": {"path": "metric", "alpha": 0.9, "c": 3.0, "power": 1, "shift": 1.0},
@@ -33,7 +33,7 @@ class Patches(nn.Module):
         from eval.tiny_geneval import PATCH, SIDE, patches
 
         self.side, self.patch, self.source = SIDE, PATCH, f"tiny:{variants}"
-        drawn = torch.from_numpy(patches()).float().repeat_interleave(variants, 0)  # [K, 24, 24, 3]
+        drawn = torch.from_numpy(patches()).float().repeat_interleave(variants, 0)  # [K, 16, 16, 3]
         g = torch.Generator().manual_seed(variants)
         shade = torch.rand(len(drawn), 1, 1, 3, generator=g) * 16 - 8
         drawn = (drawn + shade).round().clamp(0, 255)
@@ -42,7 +42,7 @@ class Patches(nn.Module):
         self.register_buffer("codebook", quarters / 255 - 0.5, persistent=False)
 
     def encode(self, images: Tensor) -> Tensor:
-        """uint8 images [B, 3, 96, 96] -> codes [B, 16]: the nearest patch and shade of each cell."""
+        """uint8 images [B, 3, 64, 64] -> codes [B, 16]: the nearest patch and shade of each cell."""
         from eval.tiny_geneval import cells
 
         return torch.cat(
@@ -50,7 +50,7 @@ class Patches(nn.Module):
         )
 
     def decode(self, codes: Tensor) -> Tensor:
-        """codes [B, 16] -> uint8 images [B, 3, 96, 96]."""
+        """codes [B, 16] -> uint8 images [B, 3, 64, 64]."""
         cells = self.drawn[codes].to(torch.uint8).view(-1, self.side, self.side, self.patch, self.patch, 3)
         return cells.permute(0, 5, 1, 3, 2, 4).reshape(len(cells), 3, self.side * self.patch, -1)
 

@@ -26,7 +26,7 @@ def test_train_and_test_prompts_are_disjoint_and_hold_all_six_tasks():
 
 
 def test_every_content_of_a_slot_is_detected_in_any_shade():
-    for (shape, colour), slot in zip(list(world.SLOTS)[1:], [0, 1, 2, 3] * 4, strict=False):
+    for (shape, colour), slot in zip(list(world.SLOTS)[1:], [0, 1, 2, 3] * 3, strict=True):
         for seed in range(3):
             assert world.detect(drawn((shape, colour, slot), seed=seed)) == [(shape, colour, divmod(slot, 2))]
     assert world.detect(drawn()) == []
@@ -34,7 +34,7 @@ def test_every_content_of_a_slot_is_detected_in_any_shade():
 
 def test_a_slot_with_one_strange_patch_is_unknown():
     image = drawn(("circle", "red", 0))
-    image[:, 24:48, 24:48] = drawn(("square", "red", 0))[:, 24:48, 24:48]
+    image[:, 16:32, 16:32] = drawn(("square", "red", 0))[:, 16:32, 16:32]
     assert world.detect(image) is None
 
 

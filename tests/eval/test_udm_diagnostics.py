@@ -11,7 +11,7 @@ from eval import report, udm_diagnostics
 from eval.udm_diagnostics import diagnose, entropy, pair_counts, total_variation
 from models import tiny
 
-K, L = 61 * tiny.VARIANTS, 16
+K, L = 49 * tiny.VARIANTS, 16
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_share_is_what_corrupted_pictures_hold(training):
         share = training.share(t)
         assert share.sum() == pytest.approx(1)
         assert total_variation(training.counts(training.drawn(4000, t)), share) < 0.01
-    codes = torch.tensor([1] + 5 * [12], dtype=torch.float64) / 61  # at t = 0 every code alike
+    codes = torch.tensor([1] + 4 * [12], dtype=torch.float64) / 49  # at t = 0 every code alike
     torch.testing.assert_close(training.share(0.0), codes.outer(codes).flatten(), atol=1e-6, rtol=0)
 
 

@@ -15,7 +15,7 @@ def test_built_in_policies_are_the_classes_of_the_8b_models():
     for policy in (text, image):
         assert type(policy.backbone).__name__ == "LlamaForCausalLM" and not policy.backbone.config.is_causal
     assert text.length == tiny_math.LENGTH and image.length == tiny_geneval.SIDE**2
-    assert image.vocab_size == 61 * tiny.VARIANTS == len(image.codebook)
+    assert image.vocab_size == 49 * tiny.VARIANTS == len(image.codebook)
 
 
 def test_text_survives_respond_and_decode():
