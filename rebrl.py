@@ -41,7 +41,7 @@ from run import (
 from samplers import sample, settings_of, uniform
 
 RECIPES = [
-    Recipe("", ("tiny-geneval",), {}, dict(prompts=8, mu=8, steps=8, cfg=1.0)),
+    Recipe("", ("tiny-geneval",), {}, dict(prompts=8, mu=8, steps=16, eps=0.05)),
     Recipe("", ("tiny-math",), {}, dict(sampler="semi_autoregressive", remask="fading", steps=8)),
     Recipe(
         "Gen-Verse/MMaDA",

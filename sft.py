@@ -31,7 +31,7 @@ from run import Recipe, Run, one_sentence, parse, path_flags, path_of, run_flags
 
 RECIPES = [
     Recipe("^tiny", ("tiny-math",), ours=dict(iterations=4000)),
-    Recipe("^tiny", ("tiny-geneval",), ours=dict(iterations=3000, examples=8000)),
+    Recipe("^tiny", ("tiny-geneval",), ours=dict(iterations=3000, examples=16000)),
 ]
 CACHE = Path("runs/pairs")  # codes of the pictures of --data
 DRAWS = 32  # Monte-Carlo draws of the held-out bound
