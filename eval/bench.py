@@ -34,7 +34,7 @@ class Recorded:
 
 @torch.no_grad()
 def overhead(name: str, batch: int, repeats: int) -> tuple[float, float]:
-    """(seconds of the sampler, seconds of its policy calls alone): the least of ``repeats``, taken in turn."""
+    """(seconds of the sampler, seconds of its policy calls alone): the least of ``repeats``, in turn."""
     from eval.task import load_task
     from models import tiny
 
