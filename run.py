@@ -354,12 +354,11 @@ class Run:
                 write_atomically(model / "training.json", json.dumps(training, indent=1))
         draw({self.dir.name: [self.dir]}, self.dir / "curve.png")
         first, last = ({s["mode"]: s for s in self.scores() if s["step"] == at} for at in (0, self.step))
-        print(f"\n{'held-out score':16}{'base':>16}{'trained':>18}")
+        if last:
+            print(f"\n{'held-out score':16}{'base':>16}{'trained':>18}")
         for mode in last:
-            print(
-                f"{mode:16}"
-                + "".join(f"{s[mode]['score']:11.3f} +-{s[mode]['se']:.3f}" for s in (first, last))
-            )
+            cells = (f"{s[mode]['score']:11.3f} +-{s[mode]['se']:.3f}" for s in (first, last))
+            print(f"{mode:16}{''.join(cells)}")
         print(f"model {self.dir}/model   curve {self.dir}/curve.png   samples {self.dir}/samples/")
 
     def save(self) -> None:

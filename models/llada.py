@@ -49,6 +49,9 @@ class LlamaPolicy(Policy):
     def save(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
         """transformers' layout (config, safetensors, tokenizer) and policy.json; ``state`` is the
         backbone's gathered state dict, where its own parameters are sharded."""
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # of the one shard that is written
         path = Path(path)
         self.backbone.save_pretrained(path, state_dict=state and dict(state))  # it empties what it is given
         self.tokenizer.save_pretrained(path)
