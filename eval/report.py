@@ -1,7 +1,8 @@
 """Curves and tables of runs: ``python -m eval.report runs/a_s0 runs/a_s1 runs/b_s0``.
 
 Runs that differ in the seed alone are one line, with a band from the lowest to the highest seed.
-``python -m eval.report credit`` draws RebRL's credit of timesteps instead (eval/credit.py).
+``python -m eval.report credit`` draws RebRL's credit of timesteps instead (eval/credit.py), ``python -m
+eval.report udm RUN...`` the diagnostics of UDM-GRPO (eval/udm_diagnostics.py).
 """
 
 import argparse

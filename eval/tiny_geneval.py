@@ -151,7 +151,7 @@ def cells(images: Tensor) -> Tensor:
 def detect(image: Tensor) -> list[tuple[str, str, tuple[int, int]]] | None:
     """Objects (shape, colour, slot) in a uint8 picture [3, 64, 64]; None if a slot holds anything else."""
     known = torch.from_numpy(patches()).float().flatten(1)
-    grid = torch.cdist(cells(image[None])[0], known).argmin(-1).view(SIDE, SIDE).numpy()
+    grid = torch.cdist(cells(image[None].cpu())[0], known).argmin(-1).view(SIDE, SIDE).numpy()
     found = []
     for row, column in itertools.product(range(2), range(2)):
         slot = grid[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL].ravel()

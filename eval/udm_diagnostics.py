@@ -67,7 +67,7 @@ class TrainingStates:
 
 def training_states(policy, task, path) -> TrainingStates | None:
     """None where the pictures that the base was trained on are not known."""
-    built_in = str(getattr(policy.vq, "source", "")).startswith("tiny")
+    built_in = str(getattr(getattr(policy, "vq", None), "source", "")).startswith("tiny")
     return TrainingStates(policy, path) if built_in and task.name == "tiny-geneval" else None
 
 
@@ -99,7 +99,8 @@ def diagnose(
             h = [entropy(policy, prompt[b], x_t[b], None if null is None else null[b], w_t) for b in batches]
             found[f"entropy/{name}/{t:.3f}"] = world.sum((torch.cat(h) * real).sum())[0] / n
             if training:
-                counts = torch.tensor(world.sum(training.counts(x_t[real > 0]))[0])
+                counts = world.sum(training.counts(x_t[real > 0]))[0]
+                counts = torch.tensor(counts, dtype=torch.float64, device=x_t.device)
                 found[f"distance/{name}/{t:.3f}"] = total_variation(counts, training.share(t))
     for t in times if training else ():
         chance = training.counts(training.drawn(int(n), t))

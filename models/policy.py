@@ -76,8 +76,9 @@ class Policy(nn.Module):
         """The inverse of decode: texts or uint8 images [3, H, W] -> x_0 [B, L]."""
         raise NotImplementedError
 
-    def save(self, path) -> None:
-        """Write the model in the layout that ``models.load`` reads."""
+    def save(self, path, state: dict[str, Tensor] | None = None) -> None:
+        """Write the model in the layout that ``models.load`` reads; ``state`` is the state dict to write, of
+        ``backbone`` where there is one, None for the model's own."""
         raise NotImplementedError
 
     def forward(
