@@ -161,6 +161,7 @@ def load(args: argparse.Namespace, world: World, task) -> tuple:
 
     if args.model.split(":")[0] == "tiny":
         policy = tiny.build(args.task, args.seed, variants_of(args.model), args.path or "mask")
+        policy.to(world.device)
     elif args.data:
         args.beta = 0.0  # no reference
         policy = load_policy(args, world, task)[0]
