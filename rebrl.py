@@ -169,6 +169,8 @@ def main(argv: list[str] | None = None) -> None:
         rewards = Rewards(task, args.reward, strict=args.strict, device=str(world.device))
         rows_train, rows_test = task.rows("train", args.data), task.rows("test", args.data)
         policy, reference = load_policy(args, world, task)
+        if policy.mask_id is None:
+            raise ValueError(f"--model {args.model}: a model of uniform diffusion, which udm_grpo.py trains")
         settings = settings_of(args, policy.length)
         parameters = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)

@@ -152,7 +152,7 @@ def path_of(args: argparse.Namespace, policy) -> tuple:
     given = {"path": args.path, "alpha": args.path_alpha, "c": args.path_c, "power": args.distance_power}
     given = {name: value for name, value in (given | {"shift": args.shift}).items() if value is not None}
     found = uniform_path(policy, **given)
-    policy.path_settings |= given
+    policy.path_settings = getattr(policy, "path_settings", {}) | given
     return found
 
 
@@ -173,11 +173,7 @@ def parse(
     args.name = Path(parser.prog).stem
     if args.shard is None:
         args.shard = "ddp" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "none"
-    for flag, (least, largest) in RANGES.items():
-        value = getattr(args, flag, None)
-        if value is not None and not (least <= value <= largest and value < math.inf):
-            within = f"at least {least}" if largest == math.inf else f"from {least} to {largest}"
-            parser.error(f"--{flag.replace('_', '-')} {value}: must be a number, {within}")
+    check_ranges(parser, args)
     if args.dry_run:
         from memory import table
 
@@ -206,6 +202,15 @@ RANGES = {  # flag -> least and largest value
 }
 
 
+def check_ranges(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with one sentence where a flag is out of its range."""
+    for flag, (least, largest) in RANGES.items():
+        value = getattr(args, flag, None)
+        if value is not None and not (least <= value <= largest and value < math.inf):
+            within = f"at least {least}" if largest == math.inf else f"from {least} to {largest}"
+            parser.error(f"--{flag.replace('_', '-')} {value}: must be a number, {within}")
+
+
 def describe(args: argparse.Namespace) -> str:
     """The recipe as printed at the start: each value, and who chose it."""
     lines = []
@@ -218,10 +223,13 @@ def describe(args: argparse.Namespace) -> str:
 
 @contextmanager
 def one_sentence():
-    """While a run is set up, a wrong flag or file ends it with one sentence, not a traceback."""
+    """While a run is set up, a wrong flag or file, or reward servers that are down, end it with one sentence,
+    not a traceback."""
+    from eval.reward_client import RewardServersDown
+
     try:
         yield
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RewardServersDown) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
 
 
@@ -302,6 +310,8 @@ class Run:
             append(self.dir / "eval.jsonl", {"step": step, "task": task, "mode": mode, **result})
             if self.writer:
                 self.writer.add_scalar(f"eval/{mode}", result["score"], step)
+            if self.wandb:
+                self.wandb.log({f"eval/{mode}": result["score"]}, step=step)
 
     def scores(self) -> list[dict]:
         """The lines of eval.jsonl so far."""

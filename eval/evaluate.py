@@ -27,7 +27,7 @@ import models
 import samplers
 from common import World, end_of_text, generator, start_processes
 from models import weights
-from run import config_hash, one_sentence, path_flags, path_of, write_atomically
+from run import check_ranges, config_hash, one_sentence, path_flags, path_of, write_atomically
 
 
 @dataclass
@@ -154,6 +154,7 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--model is needed (or --compare)")
     if args.n < 1 or (args.limit is not None and args.limit < 1):
         parser.error("--n and --limit must be at least 1")
+    check_ranges(parser, args)
     return args
 
 
@@ -266,6 +267,9 @@ def main(argv: list[str] | None = None) -> dict | None:
         policy = models.load(model, dtype=getattr(torch, args.dtype), device=str(world.device), **options)
         if asked.temperature is None and task.modality == "text" and args.n == 1:
             args.temperature = 0.0
+        if (args.sampler == "euler") != (policy.mask_id is None):
+            kind = "uniform" if policy.mask_id is None else "masked"
+            raise ValueError(f"--sampler {args.sampler}: --model {args.model} is a model of {kind} diffusion")
         uniform = path_of(args, policy) if policy.mask_id is None else ()
         settings = samplers.settings_of(args, policy.length, *uniform)
         prompts = policy.encode([row["prompt"] for row in rows])  # one that is too long ends it now
