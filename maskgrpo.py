@@ -57,7 +57,7 @@ RECIPES = [
         | dict(eval_every=50, save_every=25),
     ),
     Recipe(
-        "Gen-Verse/MMaDA",
+        "MMaDA-8B",
         ("geneval", "ocr", "captions"),
         IMAGE | dict(schedule="cosine", steps=12, eval_steps=32, cfg=3.5, group_size=9, mu=8, lr=3e-6),
         dict(eps=0.2, beta=0.01, prompts=8, iterations=1800, micro_batch=6, grad_checkpoint=True)
@@ -128,6 +128,8 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--time-weight inverse: --ratio sequence has 1/t in l already (Eq. 2)")
     if args.masks == "nested" and args.remask not in ("fading", "random"):
         parser.error(f"--masks nested: --remask {args.remask} draws no mask; accepted with fading and random")
+    if args.score == "guided" and args.cfg and args.cfg_until < 1:
+        parser.error("--score guided: with --cfg-until 1 only, else what is scored is not what was sampled")
     return args
 
 
@@ -223,6 +225,8 @@ def main(argv: list[str] | None = None) -> None:
         policy, reference = load_policy(args, world, task)
         if policy.mask_id is None:
             raise ValueError(f"--model {args.model}: a model of uniform diffusion, which udm_grpo.py trains")
+        if args.remask == "full" and policy.prompt_mask_id is None:
+            raise ValueError("--remask full: the model has no prompt_mask_id to mask the prompt with")
         settings = settings_of(args, policy.length)
         parameters = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)

@@ -44,7 +44,7 @@ RECIPES = [
     Recipe("", ("tiny-geneval",), {}, dict(prompts=8, mu=8, steps=16, eps=0.05)),
     Recipe("", ("tiny-math",), {}, dict(sampler="semi_autoregressive", remask="fading", steps=8)),
     Recipe(
-        "Gen-Verse/MMaDA",
+        "MMaDA-8B",
         ("geneval", "ocr", "captions"),
         dict(lr=3e-6, prompts=8, group_size=9, mu=8, steps=12, cfg=3.5, iterations=1800),
         dict(eps=0.2, beta=0.01, sampler="emerge", schedule="cosine", eval_steps=32, micro_batch=6)
@@ -109,6 +109,8 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
                 f"--{flag.replace('_', '-')} {value}: accepted is {accepted}; to divide by the number of "
                 "masked tokens, on top of 1/t, would undo the rebalancing"
             )
+    if args.score == "guided" and args.cfg and args.cfg_until < 1:
+        parser.error("--score guided: with --cfg-until 1 only, else what is scored is not what was sampled")
     return args
 
 

@@ -19,6 +19,8 @@ import hashlib
 import importlib
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -248,8 +250,13 @@ def base(task: str, model: str, world: World, path: str | None = None) -> Path:
     if not (out / "model" / "policy.json").exists():
         if world.rank == 0:
             print(f"no base model yet: training one, about 2 min ({out})", flush=True)
-        resume = ["--resume"] if (out / "config.json").exists() else []
-        main([*chosen, "--out", str(out), *resume])
+        making = out.with_name(f"{out.name}.{world.gather_objects(os.getpid())[0]}")
+        main([*chosen, "--out", str(making)])
+        if world.rank == 0:
+            try:
+                os.rename(making, out)
+            except OSError:  # another start was first
+                shutil.rmtree(making)
     world.barrier()
     return out / "model"
 

@@ -58,6 +58,8 @@ class MMaDA(LlamaPolicy):
         rows = backbone.config.vocab_size
         if image_offset + codebook_size > rows:
             raise ValueError(f"{codebook_size} image codes from row {image_offset} on, but only {rows} rows")
+        if getattr(vq, "length", num_vq_tokens) != num_vq_tokens:
+            raise ValueError(f"--length {num_vq_tokens}: the pictures of {vq.source} have {vq.length} codes")
         # not a submodule: the image tokenizer is neither trained, nor sharded, nor saved with the policy
         self.__dict__["vq"] = vq
         self.codebook = getattr(vq, "codebook", None)

@@ -33,6 +33,7 @@ class Patches(nn.Module):
         from eval.tiny_geneval import PATCH, SIDE, patches
 
         self.side, self.patch, self.source = SIDE, PATCH, f"tiny:{variants}"
+        self.length = SIDE**2
         drawn = torch.from_numpy(patches()).float().repeat_interleave(variants, 0)  # [K, 16, 16, 3]
         g = torch.Generator().manual_seed(variants)
         shade = torch.rand(len(drawn), 1, 1, 3, generator=g) * 16 - 8

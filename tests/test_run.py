@@ -195,6 +195,7 @@ def test_gradient_that_is_not_finite_stops_before_it_is_stepped_or_saved(base, t
         ("--max-prompt 3", "--max-prompt"),
         ("--ratio mean --loss-norm length", "--loss-norm length: applies to --ratio token"),
         ("--resume", "--resume:"),
+        ("--cfg 1 --cfg-until 0.5 --score guided", "--score guided: with --cfg-until 1 only"),
         ("--protocol d1", "--protocol d1: tiny-math has none"),
     ],
 )

@@ -60,3 +60,9 @@ def test_both_survive_save_and_load(tmp_path):
 def test_word_that_the_world_does_not_know_is_the_unknown_token():
     policy = tiny.build("tiny-math")
     assert policy.encode(["ann has 3 zebras gets 1 ?"]).ids[0, 3] == policy.tokenizer.unk_token_id
+
+
+def test_length_that_the_pictures_do_not_have_is_one_sentence(tmp_path):
+    tiny.build("tiny-geneval").save(tmp_path)
+    with pytest.raises(ValueError, match="--length 9: the pictures of tiny:1 have 16 codes"):
+        load(str(tmp_path), length=9)
