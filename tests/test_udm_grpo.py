@@ -252,8 +252,9 @@ def base(tmp_path_factory) -> Path:
 
 
 def arguments(base: Path, out: Path, *more: str) -> list[str]:
-    fixed = f"--model {base} --reward {base}/reward.py:red --prompts 2 --group-size 3 --steps 5 --lr 1e-3"
-    every = "--iterations 3 --eval-prompts 2 --eval-every 0 --eval-steps 2 --save-every 2"
+    fixed = f"--model {base} --reward {base}/reward.py:red --prompts 2 --group-size 3 --steps 5"
+    every = "--lr 1e-3 --mu 1 --eps 1e-4 --iterations 3 --save-every 2"
+    every += " --eval-prompts 2 --eval-every 0 --eval-steps 2"
     return [*fixed.split(), *every.split(), "--out", str(out), *more]
 
 
