@@ -68,24 +68,31 @@ def draw(named: dict[str, list[Path]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    found = {
-        title: [
-            (name, mode, style, *series(runs, key, mode))
+    found = {}  # title -> lines (label, colour, style, steps, values)
+    for title, keys in PANELS.items():
+        found[title] = [
+            (
+                mode if len(named) == 1 else name if style == "-" else None,
+                f"C{i}",
+                style,
+                *series(runs, key, mode),
+            )
             for key, mode, style in keys
-            for name, runs in named.items()
+            for i, (name, runs) in enumerate(named.items())
         ]
-        for title, keys in PANELS.items()
-    }
+    if len(named) == 1:
+        (runs,) = named.values()
+        found["each reward, held out"] = [
+            (key, f"C{i}", "-", *series(runs, key, "sampled")) for i, key in enumerate(components(runs[0]))
+        ]
     found = {title: lines for title, lines in found.items() if any(len(line[3]) for line in lines)}
     if not found:
         return
     figure, axes = plt.subplots(1, len(found), figsize=(4.2 * len(found), 3.4), squeeze=False)
-    colour = {name: f"C{i}" for i, name in enumerate(named)}
     for axis, (title, lines) in zip(axes[0], found.items(), strict=True):
-        for name, mode, style, steps, values in lines:
-            label = (mode if len(named) == 1 else name) if style == "-" or len(named) == 1 else None
-            axis.plot(steps, values.mean(0), style, color=colour[name], label=label)
-            axis.fill_between(steps, values.min(0), values.max(0), color=colour[name], alpha=0.2, linewidth=0)
+        for label, colour, style, steps, values in lines:
+            axis.plot(steps, values.mean(0), style, color=colour, label=label)
+            axis.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
         axis.set(title=title, xlabel="iteration")
         axis.grid(alpha=0.25)
         if any(axis.get_legend_handles_labels()[1]):
@@ -93,6 +100,14 @@ def draw(named: dict[str, list[Path]], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def components(run: Path) -> list[str]:
+    """The rewards of a run's evaluations, trained or only measured, where there is more than one."""
+    scores = read(run)[2]
+    known = {"step", "task", "mode", "score", "se", "n", "length"}
+    names = [k for k in scores[0] if k not in known] if scores else []
+    return names if len(names) > 1 else []
 
 
 def table(named: dict[str, list[Path]]) -> str:
