@@ -48,7 +48,8 @@ def test_lines_of_the_equation_tables_stand_in_the_named_function():
     assert len(rows) >= 15
     for file, function, line in rows:
         source = (ROOT / file).read_text()
-        body = re.search(rf"^(?:def|class) {function}\b.*?(?=^\S(?<!\)))|\Z", source, re.DOTALL | re.MULTILINE)[0]
+        pattern = rf"^(?:def|class) {function}\b.*?(?=^\S(?<!\)))|\Z"
+        body = re.search(pattern, source, re.DOTALL | re.MULTILINE)[0]
         assert line.replace("\\|", "|") in body, f"{file} {function}: {line}"
 
 
