@@ -1,5 +1,7 @@
 """sft.py --path mixture|metric: the base of uniform diffusion."""
 
+import json
+
 import pytest
 import torch
 
@@ -46,3 +48,22 @@ def test_path_of_another_kind_of_model_is_refused():
         args = sft.flags(["--task", "tiny-geneval", "--path", asked])
         with pytest.raises(ValueError, match=f"--path {asked}"):
             sft.objective(args, tiny.build("tiny-geneval", path=built))
+
+
+def test_a_stored_uniform_model_is_trained_on_pictures_of_ones_own(tmp_path, monkeypatch):
+    """URSA is stored in its released layout, so this is the command for the released checkpoint too."""
+    from PIL import Image
+
+    from eval import tiny_geneval
+
+    monkeypatch.setattr(sft, "CACHE", tmp_path / "cache")
+    tiny.build("tiny-geneval", path="metric").save(tmp_path / "base")
+    lines = []
+    for i, row in enumerate(tiny_geneval.base_rows(6, 0)):
+        Image.fromarray(row["completion"].permute(1, 2, 0).numpy()).save(tmp_path / f"{i}.png")
+        lines.append(json.dumps({"caption": row["prompt"] or "a square", "image": f"{i}.png"}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    argv = f"--model {tmp_path}/base --task tiny-geneval --data {tmp_path}/pairs.jsonl --path metric"
+    sft.main([*argv.split(), *f"--iterations 2 --batch 4 --out {tmp_path}/run".split()])
+    before, after = (load(str(tmp_path / name)).state_dict() for name in ("base", "run/model"))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
