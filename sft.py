@@ -32,7 +32,7 @@ from common import World, elbo, generator, log_likelihood, path_times, start_pro
 from run import Recipe, Run, one_sentence, parse, path_flags, path_of, run_flags, scale_flags, script_parser
 
 RECIPES = [
-    Recipe("^tiny", ("tiny-math",), ours=dict(iterations=4400)),
+    Recipe("^tiny", ("tiny-math",), ours=dict(iterations=4000)),
     Recipe("^tiny", ("tiny-geneval",), ours=dict(iterations=3000, examples=16000)),
 ]
 CACHE = Path("runs/pairs")  # codes of the pictures of --data
