@@ -173,17 +173,25 @@ class MetricPath:
 
     def probability(self, x_1: Tensor, t: float | Tensor) -> Tensor:
         """p_t(x | x_1) [B, L, K] for x_1 [B, L] and t in [0, 1), a number or [B]."""
-        return self.distance(x_1).mul_(-self.beta(per_token(t, x_1)).float().unsqueeze(-1)).softmax(-1)
+        return self.softmax(x_1, self.beta(per_token(t, x_1)))
+
+    def softmax(self, x_1: Tensor, b: Tensor) -> Tensor:
+        """softmax_x(-b d(x, x_1)) [B, L, K] for x_1 and b [B, L]."""
+        return self.distance(x_1).mul_(-b.float().unsqueeze(-1)).softmax(-1)
 
     def rate(self, x_t: Tensor, x_1: Tensor, t: float | Tensor, s: float | Tensor | None = None) -> Tensor:
         """Rate [B, L, K] of the jumps from x_t to each token given x_1, 0 to itself, at t in [0, 1).
 
-        With s in (t, 1) its integral over [t, s], p_t held: b_s - b_t in place of b'_t, finite at t = 0.
+        With s in (t, 1) its integral over [t, s], which is one over b, by the midpoint rule: b_s - b_t in
+        place of b'_t, and p at (b_t + b_s) / 2. It is finite at t = 0.
         """
         t = per_token(t, x_1)
-        gain = self.beta_prime(t) if s is None else self.beta(per_token(s, x_1)) - self.beta(t)
+        b, gain = self.beta(t), self.beta_prime(t)
+        if s is not None:
+            gain = self.beta(per_token(s, x_1)) - b
+            b = b + gain / 2
         closer = (self.distance(x_1, x_t).unsqueeze(-1) - self.distance(x_1)).relu_()
-        rate = closer.mul_(self.probability(x_1, t)).mul_(gain.float().unsqueeze(-1))
+        rate = closer.mul_(self.softmax(x_1, b)).mul_(gain.float().unsqueeze(-1))
         return rate.scatter_(-1, x_t.unsqueeze(-1), 0)
 
     def corrupt(self, x_1: Tensor, t: float | Tensor, u: Tensor) -> Tensor:

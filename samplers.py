@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+CHUNK = 2**24  # probabilities alive at once
+
 
 @dataclass
 class Sample:
@@ -58,7 +60,7 @@ def draw(logits: Tensor, u: Tensor, temperature: float = 1.0) -> Tensor:
     """
     if temperature == 0:
         return logits.argmax(-1)
-    rows = max(1, 2**24 // logits.shape[-1])
+    rows = max(1, CHUNK // logits.shape[-1])
     tokens = []
     for z, v in zip(logits.split(rows), u.split(rows), strict=True):
         cdf = (z.double() / temperature).softmax(-1).cumsum(-1)

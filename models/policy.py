@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 2048  # rows of logits that are alive at once when log-probabilities are asked for
+CHUNK = 2048  # rows that go through the head at once
 
 
 @dataclass
@@ -117,6 +117,9 @@ class Policy(nn.Module):
             return -F.cross_entropy(logits(rows, rows_null), x_0, reduction="none")
 
         if target is None:
-            return logits(h, h_null)
+            out = h.new_empty(len(h), self.vocab_size, dtype=torch.float32)  # the one buffer of its size
+            for rows in [slice(i, i + CHUNK) for i in range(0, len(h) or 1, CHUNK)]:
+                out[rows] = logits(h[rows], h_null[rows])
+            return out
         parts = zip(h.split(CHUNK), h_null.split(CHUNK), target[where].split(CHUNK), strict=True)
         return torch.cat([checkpoint(log_prob, *part, use_reentrant=False) for part in parts])

@@ -98,6 +98,8 @@ def test_guidance_is_one_plus_w_conditional_minus_w_unconditional():
     null = Prompt(torch.tensor([[0]]), prompt.mask)
 
     class Two(Policy):
+        vocab_size = 2
+
         def hidden(self, prompt, x_t):
             return (1.0 + prompt.ids)[..., None].expand(-1, x_t.shape[1], 1)
 
