@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from common import end_of_text, generator, group_advantage, k3, prompt_indices, remask, start_processes, times
-from run import (
+from flags import (
     Recipe,
-    Run,
     one_sentence,
     parse,
     rollout_flags,
@@ -39,6 +38,7 @@ from run import (
     script_parser,
     update_flags,
 )
+from run import Run
 from samplers import sample, settings_of, uniform
 
 TEXT = dict(remask="fading", gamma=0.6, sampler="semi_autoregressive")

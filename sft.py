@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from common import World, elbo, generator, log_likelihood, path_times, start_processes
-from run import Recipe, Run, one_sentence, parse, path_flags, path_of, run_flags, scale_flags, script_parser
+from flags import Recipe, one_sentence, parse, path_flags, path_of, run_flags, scale_flags, script_parser
+from run import Run
 
 RECIPES = [
     Recipe("^tiny", ("tiny-math",), ours=dict(iterations=4000)),
@@ -230,14 +231,14 @@ def variants_of(model: str) -> int:
     return int(variants or VARIANTS)
 
 
-def base(task: str, model: str, world: World, path: str | None = None) -> Path:
+def base(task: str, model: str, world: World, path: str | None = None, seed: int = 0) -> Path:
     """The directory of a built-in base, trained now where there is none. ``path``: of uniform diffusion.
 
     It is keyed by a hash of all that it depends on: flags, size, and the pairs of its world.
     """
     from models import tiny
 
-    chosen = ["--task", task, "--model", model, *(["--path", path] if path else [])]
+    chosen = ["--task", task, "--model", model, "--seed", str(seed), *(["--path", path] if path else [])]
     args = flags([*chosen, "--shard", "ddp" if world.size > 1 else "none"])
     pairs = world_of(task).base_rows(200, args.seed)
     kept = ("task", "model", "iterations", "batch", "lr", "weight_decay", "betas", "examples", "seed")

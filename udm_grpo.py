@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from common import generator, group_advantage, k3, prompt_indices, start_processes
-from run import (
+from flags import (
     Recipe,
-    Run,
     one_sentence,
     parse,
     path_flags,
@@ -38,6 +37,7 @@ from run import (
     script_parser,
     update_flags,
 )
+from run import Run
 from samplers import euler_times, sample, settings_of, uniform
 
 PAPER = dict(lr=1e-6, betas=(0.9, 0.95), weight_decay=0.01, grad_clip=1.0, beta=0.05, eps=1e-4, adv_clip=5.0)
@@ -226,11 +226,8 @@ def main(argv: list[str] | None = None) -> None:
 
         measured = {}
         if iteration in (0, args.iterations - 1) or (args.eval_every and iteration % args.eval_every == 0):
-            at = partial(state_at, args, drawn=drawn, path=path, iteration=iteration, samples=mine)
-            visited = {
-                kind: [at(kind, k, t) for k, t in enumerate(times)] for kind in ("backward", "forward")
-            }
-            measured = diagnose(policy, prompt, null, w, batches, visited, times, training, real, world)
+            states_of = partial(state_at, args, drawn=drawn, path=path, iteration=iteration, samples=mine)
+            measured = diagnose(policy, prompt, null, w, batches, states_of, times, training, real, world)
 
         # Update: one optimizer step over all states (accumulate), or one at each
         kept = real

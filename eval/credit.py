@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
     if not own.no_rollouts:
         from common import start_processes
         from eval.task import load_task
-        from run import one_sentence
+        from flags import one_sentence
         from scale import load_policy
 
         with one_sentence():

@@ -26,8 +26,9 @@ import torch
 import models
 import samplers
 from common import World, end_of_text, generator, start_processes
+from flags import check_ranges, one_sentence, path_flags, path_of
 from models import weights
-from run import check_ranges, config_hash, one_sentence, path_flags, path_of, write_atomically
+from run import config_hash, write_atomically
 
 
 @dataclass

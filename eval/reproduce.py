@@ -3,8 +3,9 @@
     python -m eval.reproduce rebrl --seeds 3
     python -m eval.reproduce maskgrpo-text --seeds 3 --iterations 60     # flags of the script, for all rows
 
-Each run is a process of its own with one thread, under runs/reproduce/<table>/<row>_s<seed>. What is there
-already is not run again, what was cut off is resumed; ``--only-table`` runs nothing.
+Each run is a process of its own with one thread, under runs/reproduce/<table>/<row>_s<seed>; a seed is one of
+base and RL alike. What is there already is not run again, what was cut off is resumed; ``--only-table`` runs
+nothing.
 """
 
 import argparse
@@ -79,11 +80,12 @@ def directory(root: Path, row: str, seed: int) -> Path:
     return root / f"{re.sub('[^A-Za-z0-9]+', '-', row).strip('-')}_s{seed}"
 
 
-def train(table: Table, row: str, seed: int, out: Path, more: list[str]) -> None:
+def train(table: Table, row: str, seed: int, base: Path | None, out: Path, more: list[str]) -> None:
     """One run, unless it is done. Raises RuntimeError with the last line of what it said where it fails."""
     if (out / "model").exists():
         return
     command = [sys.executable, table.script, *table.flags.split(), *table.rows[row].split(), *more]
+    command += ["--model", str(base)] if base else []
     command += ["--seed", str(seed), "--out", str(out)] + ["--resume"] * (out / "checkpoints").exists()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     print(f"{' '.join(command[1:])}", flush=True)
@@ -92,13 +94,15 @@ def train(table: Table, row: str, seed: int, out: Path, more: list[str]) -> None
         raise RuntimeError(f"{row}, seed {seed}: {done.stderr.strip().splitlines()[-1:]}")
 
 
-def make_base(table: Table, more: list[str]) -> None:
-    """The base of a built-in world, where there is none: runs side by side would each start to train it."""
+def bases(table: Table, seeds: int, more: list[str]) -> list[Path | None]:
+    """Of each seed the base of the built-in world, made where there is none; None with a --model."""
     from sft import base
 
     args = importlib.import_module(Path(table.script).stem).flags([*table.flags.split(), *more])
-    if args.model.split(":")[0] == "tiny":
-        base(args.task, args.model, World(0, 1, torch.device("cpu")), getattr(args, "path", None))
+    if args.model.split(":")[0] != "tiny":
+        return [None] * seeds
+    world, path = World(0, 1, torch.device("cpu")), getattr(args, "path", None)
+    return [base(args.task, args.model, world, path, seed).resolve() for seed in range(seeds)]
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -141,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("table", choices=tuple(TABLES))
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each row")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of base and RL")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--target", type=float, help="a reward: iterations until it (default: row 1's last)")
     parser.add_argument("--root", type=Path, default=Path("runs/reproduce"))
@@ -150,9 +154,12 @@ def main(argv: list[str] | None = None) -> None:
     table, root = TABLES[args.table], (args.root / args.table).resolve()
     jobs = [(row, seed) for seed in range(args.seeds) for row in table.rows]  # whole seeds first
     if not args.only_table:
-        make_base(table, more)
+        of_seed = bases(table, args.seeds, more)
         with ThreadPoolExecutor(args.workers) as pool:
-            runs = [pool.submit(train, table, *job, directory(root, *job), more) for job in jobs]
+            runs = [
+                pool.submit(train, table, row, seed, of_seed[seed], directory(root, row, seed), more)
+                for row, seed in jobs
+            ]
             failed = [str(run.exception()) for run in runs if run.exception()]
         if failed:
             sys.exit("\n".join(failed))

@@ -12,6 +12,7 @@ states are noised clean samples, and noise brings distributions closer: they are
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 from common import World, generator
 from eval.report import groups, read, series, spread
 
+TRAJECTORIES = ("backward", "forward")
 PICTURES = 2000  # of the base's training data, for its share of pairs
 
 
@@ -85,17 +87,19 @@ def total_variation(counts: Tensor, share: Tensor) -> float:
 
 
 def diagnose(
-    policy, prompt, null, w: list[float], batches: list[slice], states: dict[str, list[Tensor]],
+    policy, prompt, null, w: list[float], batches: list[slice], state_at: Callable[[str, int, float], Tensor],
     times: list[float], training: TrainingStates | None, real: Tensor, world: World,
 ) -> dict[str, float]:  # fmt: skip
     """Metrics ``entropy/<trajectory>/<t>`` and, with ``training``, ``distance/<trajectory>/<t>``.
 
-    states: of each trajectory x_t [B, L] at each of ``times``, where guidance is w; real [B]: 0 for padding.
+    state_at(trajectory, k, t): x_t [B, L] at the k-th of ``times``, where guidance is w; real [B]: 0 for
+    padding.
     """
     found = {}
     n = world.sum(real.sum())[0]
-    for name, trajectory in states.items():
-        for x_t, t, w_t in zip(trajectory, times, w, strict=True):
+    for name in TRAJECTORIES:
+        for k, (t, w_t) in enumerate(zip(times, w, strict=True)):
+            x_t = state_at(name, k, t)
             h = [entropy(policy, prompt[b], x_t[b], None if null is None else null[b], w_t) for b in batches]
             found[f"entropy/{name}/{t:.3f}"] = world.sum((torch.cat(h) * real).sum())[0] / n
             if training:
@@ -129,7 +133,7 @@ def draw(named: dict[str, list[Path]], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 4, figsize=(17, 3.6))
     for i, (name, runs) in enumerate(named.items()):
-        for trajectory, style in (("backward", "-"), ("forward", "--"), ("training", ":")):
+        for trajectory, style in zip((*TRAJECTORIES, "training"), ("-", "--", ":"), strict=True):
             for axis, measure in zip(axes, ("entropy", "distance"), strict=False):
                 times, first, last = profile(runs, f"{measure}/{trajectory}")
                 if trajectory == "training":  # the same in every run: once, in grey
@@ -164,7 +168,7 @@ def table(named: dict[str, list[Path]]) -> str:
         scores = series(runs, "score", "sampled")[1]
         ends = [series(runs, key)[1][:, -1].mean() for key in ("kl_token", "kl_mean")]
         clipped = series(runs, "clip_fraction")[1].mean()
-        far = [profile(runs, f"distance/{kind}")[2] for kind in ("backward", "forward", "training")]
+        far = [profile(runs, f"distance/{kind}")[2] for kind in (*TRAJECTORIES, "training")]
         cells = (
             [*(spread(s) for s in (scores[:, 0], scores.max(1), scores[:, -1]))] if scores.size else ["-"] * 3
         )

@@ -1,5 +1,5 @@
 """maskgrpo.py: its loss against the recorded one and by enumeration, and what one iteration feeds the model.
-Processes, resume and flags are in test_run.py."""
+Processes and resume are in test_run.py, flags in test_flags.py."""
 
 import itertools
 import json

@@ -62,7 +62,7 @@ def test_files_and_pictures_that_the_readme_names_exist():
 
 @pytest.mark.parametrize("script", ["maskgrpo.py", "rebrl.py", "udm_grpo.py", "sft.py"])
 def test_flags_in_the_commands_of_the_readme_are_accepted(script):
-    source = "".join((ROOT / f).read_text() for f in (script, "run.py"))
+    source = "".join((ROOT / f).read_text() for f in (script, "flags.py"))
     for command in re.findall(rf"^(?:    |`).*?{re.escape(script)} (.+)$", README, re.MULTILINE):
         for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", command.split("#")[0].split("`")[0]):
             assert f'"{flag}"' in source, f"{script} {flag}"

@@ -299,26 +299,9 @@ def test_fsdp_holds_float32_computes_in_bfloat16_and_starts_at_ratio_one(base, t
         torch.distributed.destroy_process_group()
 
 
-# ---- Recipes and memory
+# ---- Memory
 
 LLADA = "--model GSAI-ML/LLaDA-8B-Instruct --task gsm8k"
-
-
-def test_recipe_of_the_paper_needs_no_flag_and_any_flag_overrides_it():
-    args = maskgrpo.flags([*LLADA.split(), "--gamma", "0.6", "--lr", "3e-6"])
-    paper = dict(mu=12, group_size=6, lr=3e-6, beta=0.01, eps=0.2, length=256, steps=128, block=16)
-    paper |= dict(temperature=0.9, lora_rank=128, lora_alpha=64, weight_decay=0.1, betas=(0.9, 0.99))
-    paper |= dict(grad_clip=0.2, ref_every=64, remask="fading", gamma=0.6)
-    assert {k: getattr(args, k) for k in paper} == paper
-    said = run_module.describe(args).splitlines()
-    assert [line.split(":")[0] for line in said] == ["paper", "ours", "command line"]
-    assert "mu 12" in said[0] and "prompts" in said[1] and "warmup" in said[1]
-    assert "gamma 0.6" in said[2] and "lr 3e-06" in said[2]  # given, though equal to the recipe
-    assert "gamma" not in said[0]
-    assert maskgrpo.flags([*LLADA.split(), "--mu", "3"]).mu == 3
-    for model in ("GSAI-ML/LLaDA-1.5", "GSAI-ML/LLaDA-8B-Base", "Gen-Verse/MMaDA-8B-MixCoT", "/x/LLaDA-1.5"):
-        assert maskgrpo.flags(["--model", model, "--task", "math500"]).lora_rank == 128
-    assert maskgrpo.flags(["--model", "GSAI-ML/LLaDA-8B-Instruct", "--task", "tiny-math"]).lora_rank == 0
 
 
 def test_dry_run_prints_the_table_and_loads_nothing(capsys, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,6 +60,18 @@ def test_rows_times_seeds_are_run_once_and_what_was_cut_off_is_resumed(table, ca
     assert calls["fast-ours_s1"][1] == f"--task t --speed 2 --steps 7 --seed 1 --out {out} --resume"
     assert (table / "runs/fake/curves.png").exists()
     assert "slow 2, fast (ours) 2" in capsys.readouterr().out
+
+
+def test_each_seed_has_a_base_of_its_own(table, monkeypatch):
+    flags = lambda argv: types.SimpleNamespace(model="tiny", task="tiny-geneval", path="metric")  # noqa: E731
+    monkeypatch.setattr(sys.modules["fake"], "flags", flags)
+    made = lambda task, model, world, path, seed: Path(f"/bases/{task}-{path}-{seed}")  # noqa: E731
+    monkeypatch.setattr("sft.base", made)
+    with pytest.raises(SystemExit):
+        reproduce.main(["fake", "--seeds", "2", "--root", str(table / "runs")])
+    for seed in (0, 1):
+        called = (table / f"runs/fake/slow_s{seed}/calls.txt").read_text()
+        assert f"--model /bases/tiny-geneval-metric-{seed} --seed {seed}" in called
 
 
 def test_table_is_the_mean_and_range_over_seeds(table):

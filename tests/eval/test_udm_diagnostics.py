@@ -8,7 +8,7 @@ import torch
 
 from common import World, uniform_path
 from eval import report, udm_diagnostics
-from eval.udm_diagnostics import diagnose, entropy, pair_counts, total_variation
+from eval.udm_diagnostics import TRAJECTORIES, diagnose, entropy, pair_counts, total_variation
 from models import tiny
 
 K, L = 49 * tiny.VARIANTS, 16
@@ -64,16 +64,14 @@ def test_padding_of_a_shard_does_not_count(policy, training):
     prompt, world = policy.encode(["a square"])[[0, 0, 0]], World(0, 1, torch.device("cpu"))
     x_t = torch.randint(K, (3, L), generator=torch.Generator().manual_seed(0))
     padded = torch.cat([x_t[:2], torch.zeros(1, L, dtype=torch.long)])
-    b = [slice(0, 3)]
-    found = [
-        diagnose(policy, prompt, None, [0.0], b, {"forward": [x]}, [0.2], training, real, world)
-        for x, real in ((padded, torch.tensor([1.0, 1.0, 0.0])),)
-    ]
-    expected = diagnose(
-        policy, prompt[:2], None, [0.0], b, {"forward": [x_t[:2]]}, [0.2], training, torch.ones(2), world
+    one_time = dict(w=[0.0], batches=[slice(0, 3)], times=[0.2], training=training, world=world)
+    found = diagnose(
+        policy, prompt, None, state_at=lambda *_: padded, real=torch.tensor([1.0, 1.0, 0.0]), **one_time
     )
-    assert found[0] == pytest.approx(expected)
-    assert set(expected) == {"entropy/forward/0.200", "distance/forward/0.200", "distance/training/0.200"}
+    expected = diagnose(policy, prompt[:2], None, state_at=lambda *_: x_t[:2], real=torch.ones(2), **one_time)
+    assert found == pytest.approx(expected)
+    names = {f"{measure}/{kind}/0.200" for measure in ("entropy", "distance") for kind in TRAJECTORIES}
+    assert set(expected) == names | {"distance/training/0.200"}
 
 
 def write_run(path, seed, trajectory, kl):
