@@ -45,7 +45,7 @@ TEXT = dict(remask="fading", gamma=0.6, sampler="semi_autoregressive")
 IMAGE = dict(remask="random", gamma=0.8, sampler="emerge")
 RECIPES = [
     Recipe("", ("tiny-math",), TEXT, dict(block=8, steps=8, iterations=48)),
-    Recipe("", ("tiny-geneval",), IMAGE, dict(steps=16, eps=0.05, iterations=48)),
+    Recipe("", ("tiny-geneval",), IMAGE, dict(steps=16, eps=0.05, iterations=96, eval_every=24)),
     Recipe(
         r"LLaDA-(8B-(Instruct|Base)|1\.5)$|MMaDA-8B-(Base|MixCoT)$",
         ("gsm8k", "math500", "mbpp"),

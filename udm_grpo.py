@@ -44,7 +44,7 @@ PAPER = dict(lr=1e-6, betas=(0.9, 0.95), weight_decay=0.01, grad_clip=1.0, beta=
 PAPER |= dict(prompts=16, group_size=8, steps=10, eval_steps=25, train_steps=3, starts=3, cfg=0.0)
 PAPER |= dict(update="accumulate", rate="instantaneous")
 OURS = dict(iterations=2000, micro_batch=8, eval_every=50, save_every=50)
-TINY = dict(path="metric", prompts=8, mu=4, eps=0.05, lr=3e-4, iterations=60, eval_every=20, save_every=20)
+TINY = dict(path="metric", prompts=8, mu=2, update="each", eps=0.2, lr=3e-4, iterations=120, eval_every=20)
 RECIPES = [
     Recipe("", ("tiny-geneval", "tiny-math"), {}, TINY),  # of which tiny-math has no uniform base
     Recipe("(?i)ursa|fudoki", ("geneval",), PAPER, OURS),
