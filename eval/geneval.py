@@ -26,6 +26,8 @@ from eval.geneval_rule import RULE, TAGS, Detection, Rule, check_row, dense, jud
 from eval.jsonl import read_jsonl
 from eval.task import Task
 
+METADATA, SAMPLES = "metadata.jsonl", "samples"  # in the folder of a prompt
+
 
 def task(protocol: str | None = None) -> Task:
     """GenEval's prompts with components ``geneval`` (correct or not) and ``geneval_dense`` (partial credit).
@@ -35,12 +37,15 @@ def task(protocol: str | None = None) -> Task:
     if protocol is not None:
         raise ValueError(f"--protocol {protocol}: --task geneval has none")
 
-    def lazy_reward(rows: list[dict], images: list[Tensor]) -> dict[str, np.ndarray]:
+    def load() -> tuple:
         import torch
 
-        models = load_models("cuda" if torch.cuda.is_available() else "cpu") if rows else (None, None)
-        return scores(rows, images, *models)
+        return load_models("cuda" if torch.cuda.is_available() else "cpu")
 
+    def lazy_reward(rows: list[dict], images: list[Tensor]) -> dict[str, np.ndarray]:
+        return scores(rows, images, *(load() if rows else (None, None)))
+
+    lazy_reward.load = load  # whoever is going to call it asks for the models before the work begins
     return Task("geneval", "image", rows, lazy_reward, {"geneval_dense": 1.0}, "geneval", category="tag")
 
 
@@ -137,14 +142,26 @@ def scores(rows: list[dict], images: list[Tensor], detector, colors) -> dict[str
     }
 
 
+def sample_path(folder: Path, prompt: int, sample: int, row: dict) -> Path:
+    """Where a picture stands in the benchmark's layout; its directory is made, with the row of the first."""
+    path = folder / f"{prompt:05}" / SAMPLES / f"{sample:04}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if sample == 0:  # one writer a prompt, however many processes share its samples
+        (path.parent.parent / METADATA).write_text(json.dumps(row, default=str) + "\n", encoding="utf-8")
+    return path
+
+
+def prompt_folders(folder: Path) -> list[Path]:
+    """Those of a folder in the benchmark's layout, by number."""
+    return sorted((p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()), key=lambda p: int(p.name))
+
+
 def read_folder(folder: str, per_prompt: int, data: str | None = None) -> list[tuple[Path, dict]]:
     """(picture, row) of every sample of a folder in the benchmark's layout.
 
     Raises ValueError when a prompt is missing, is not that of ``data``, or has not ``per_prompt`` pictures.
     """
-    folders = sorted(
-        (p for p in Path(folder).iterdir() if p.is_dir() and p.name.isdigit()), key=lambda p: int(p.name)
-    )
+    folders = prompt_folders(Path(folder))
     expected = rows("test", data) if data else None
     n = len(expected) if expected else len(folders)
     if not folders or [int(p.name) for p in folders] != list(range(n)):
@@ -152,13 +169,13 @@ def read_folder(folder: str, per_prompt: int, data: str | None = None) -> list[t
     pairs = []
     for i, path in enumerate(folders):
         try:
-            row = json.loads((path / "metadata.jsonl").read_text(encoding="utf-8"))
+            row = json.loads((path / METADATA).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path}/metadata.jsonl: not one JSON object: {error}") from None
-        check_row(row, f"{path}/metadata.jsonl")
+            raise ValueError(f"{path}/{METADATA}: not one JSON object: {error}") from None
+        check_row(row, f"{path}/{METADATA}")
         if expected and row != expected[i]:
-            raise ValueError(f"{path}/metadata.jsonl: not the prompt of row {i + 1} of {data}")
-        pictures = sorted(p for p in path.glob("samples/*.png") if p.stem.isdigit())
+            raise ValueError(f"{path}/{METADATA}: not the prompt of row {i + 1} of {data}")
+        pictures = sorted(p for p in (path / SAMPLES).glob("*.png") if p.stem.isdigit())
         if len(pictures) != per_prompt:
             raise ValueError(
                 f"{path}: {len(pictures)} pictures, not {per_prompt}; nothing is scored unless each of "

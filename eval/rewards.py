@@ -93,7 +93,8 @@ def as_scores(values, n: int) -> np.ndarray:
 
 class Rewards:
     """The components of ``spec`` (default: the task's weights) and, logged beside them, all others of the
-    task.
+    task. A task whose reward has models to load, by ``reward.load()`` (GenEval's detector), is asked only if
+    ``spec`` names one of its components, and then they are loaded at once.
 
     A name means a component of the task, else a reward of REWARDS, a URL of a reward server (several: with
     ``|`` between them), or ``path/to/file.py:function``. A reward that raises, or answers with another number
@@ -118,15 +119,8 @@ class Rewards:
             own.update(dict.fromkeys(_answered(task)))
         if not named:
             raise ValueError(f"--task {task.name} has no reward of its own: name one, as in --reward clip=1")
-        self.strict, self.errors = strict, 0
-        self.weights: dict[str, float] = {}  # component -> weight
-        # Name, function, and which of its answers must be there as which component.
-        self._sources: list[tuple[str, Score, dict[str, str]]] = [("task", task.reward, {c: c for c in own})]
-        self._extra: set[str] = set()  # components seen beyond these
-        self._warned: set[str] = set()
-        for name, weight in named.items():
+        for name in named:
             if name in own:
-                self.weights[name] = weight
                 continue
             if _is_plain(name) and name not in REWARDS:
                 raise ValueError(
@@ -135,6 +129,21 @@ class Rewards:
                 )
             if name in REWARDS and task.modality != "image":
                 raise ValueError(f"--reward {name}: scores pictures, but --task {task.name} completes text")
+        self.strict, self.errors = strict, 0
+        self.weights: dict[str, float] = {}  # component -> weight
+        # Name, function, and which of its answers must be there as which component.
+        self._sources: list[tuple[str, Score, dict[str, str]]] = [("task", task.reward, {c: c for c in own})]
+        self._extra: set[str] = set()  # components seen beyond these
+        self._warned: set[str] = set()
+        if load := getattr(task.reward, "load", None):
+            if own.keys() & named.keys():
+                load()
+            else:
+                own, self._sources = {}, []
+        for name, weight in named.items():
+            if name in own:
+                self.weights[name] = weight
+                continue
             if name.startswith(URL):
                 score = RewardClient(name, timeout=timeout, token=token)
                 answer = score.name
@@ -210,11 +219,6 @@ class Rewards:
                 values = _normalized(values, group_size)
             total += weight * values
         return total
-
-    def metrics(self, components: dict[str, np.ndarray]) -> dict[str, float]:
-        """One row for the log: the mean of every component, trained or held out, and the errors so far."""
-        means = {f"reward/{name}": float(values.mean()) for name, values in components.items() if len(values)}
-        return means | {"reward/errors": self.errors}
 
 
 def _normalized(values: np.ndarray, group_size: int | None) -> np.ndarray:

@@ -35,18 +35,18 @@ def test_a_picture_gone_black_lowers_the_panel_though_its_trained_reward_is_perf
     """K11: text score up, picture black, edge density -60 %: the panel has statistics that show it."""
     rewards = Rewards(image_task("text"), "text=1,edges=0", strict=True)
     rows = [{"prompt": 'a sign that says "OPEN"'}] * 2
-    honest = rewards.metrics(rewards.components(rows, [picture(32, 32, 90), picture(32, 48, 70)]))
-    cheated = rewards.metrics(rewards.components(rows, [torch.zeros(3, 32, 32, dtype=torch.uint8)] * 2))
-    assert cheated["reward/text"] == honest["reward/text"] == 1
+    honest = rewards.components(rows, [picture(32, 32, 90), picture(32, 48, 70)])
+    cheated = rewards.components(rows, [torch.zeros(3, 32, 32, dtype=torch.uint8)] * 2)
+    assert cheated["text"].tolist() == honest["text"].tolist() == [1, 1]
     for name in ("edges", "luminance", "contrast", "saturation"):
-        assert cheated[f"reward/{name}"] < 0.4 * honest[f"reward/{name}"]
+        assert cheated[name].mean() < 0.4 * honest[name].mean()
 
 
-def test_one_row_holds_the_trained_reward_and_at_least_two_held_out_metrics():
+def test_the_components_hold_the_trained_reward_and_at_least_two_held_out_metrics():
     """K16: held-out metrics stand beside the trained reward, and weigh nothing in it."""
     rewards = Rewards(image_task("red"), "red=1,edges=0", strict=True)
     found = rewards.components([{"prompt": "x"}], [picture(16, 16)])
-    assert len(rewards.metrics(found).keys() - {"reward/red", "reward/errors"}) >= 2
+    assert len(found.keys() - {"red"}) >= 2
     assert rewards.total(found).tolist() == [1.0]
 
 

@@ -116,7 +116,7 @@ def test_a_raising_reward_scores_0_and_is_counted_and_stops_a_strict_run():
     with pytest.warns(UserWarning, match="TypeError: a programming error"):
         components = rewards.components(ROWS, TEXTS)
     assert components["length"].tolist() == [0] * 4
-    assert rewards.errors == 1 and rewards.metrics(components)["reward/errors"] == 1
+    assert rewards.errors == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # warned once
         rewards.components(ROWS, TEXTS)
@@ -230,15 +230,49 @@ def test_normalizing_needs_whole_groups():
         Rewards(make_task()).total({"length": np.zeros(4)}, 3, normalize=True)
 
 
-def test_held_out_metrics_stand_beside_the_trained_reward_in_one_row(tmp_path):
+def test_held_out_metrics_stand_beside_the_trained_reward(tmp_path):
     """Report row K16: weight 0 measures without training."""
     file = tmp_path / "mine.py"
     file.write_text("def ones(rows, completions):\n    return {'ones': [1.0] * len(rows)}\n")
     rewards = Rewards(make_task(), f"length=1,words=0,{file}:ones=0")
     components = rewards.components(ROWS, TEXTS)
-    row = {"reward/length": 1.5, "reward/words": 1.0, "reward/ones": 1.0, "reward/errors": 0}
-    assert rewards.metrics(components) == row
+    assert {k: v.mean() for k, v in components.items()} == {"length": 1.5, "words": 1.0, "ones": 1.0}
     assert rewards.total(components).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("spec", "loads", "measured", "total"),
+    [
+        (None, 1, ["length", "words"], 3),
+        ("words=1", 1, ["length", "words"], 1),
+        ("edges=1,length=0.5", 1, ["length", "edges"], 1.5),
+        ("edges=1", 0, ["edges"], 0),
+        ("{file}:length=1", 0, ["length"], 7),
+    ],
+)
+def test_models_of_a_tasks_own_reward_are_loaded_at_once_or_never(tmp_path, spec, loads, measured, total):
+    """A run on GenEval's prompts by another reward needs no detector; one that does must not fail late."""
+    file, calls = tmp_path / "mine.py", []
+    file.write_text("def length(rows, completions):\n    return {'length': [7.0] * len(rows)}\n")
+
+    def own(rows, completions):
+        return lengths(rows, completions)
+
+    own.load = lambda: calls.append("load")
+    rewards = Rewards(make_task(own, modality="image"), spec and spec.format(file=file), strict=True)
+    assert len(calls) == loads
+    found = rewards.components(ROWS, [torch.zeros(3, 4, 4, dtype=torch.uint8)] * 4)
+    assert found.keys() >= set(measured) and ("words" in found) == bool(loads)
+    assert rewards.total(found).tolist() == [total] * 4 and len(calls) == loads
+
+
+def test_a_wrong_name_is_said_before_any_model_is_loaded():
+    def own(rows, completions):
+        return lengths(rows, completions)
+
+    own.load = lambda: pytest.fail("loaded")
+    with pytest.raises(ValueError, match="--reward nothing: unknown; accepted: length, words"):
+        Rewards(make_task(own), "length=1,nothing=1")
 
 
 def test_rows_and_completions_must_be_as_many():
