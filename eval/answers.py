@@ -1,9 +1,7 @@
 """Finding the answer in a completion: boxes, answer tags, numbers. Every scan is linear in the text."""
 
 import re
-from collections.abc import Callable, Iterator
-
-import numpy as np
+from collections.abc import Iterator
 
 SPECIAL = re.compile(r"<\|[^<>|]*\|>")  # <|eot_id|> and the like
 BRACE = re.compile(r"\\boxed\s*\{|\\[\\{}]|[{}]")
@@ -51,6 +49,16 @@ def answer_blocks(text: str) -> list[str]:
 def last_block_or_all(text: str) -> str:
     """d1's reading: what follows the last ``<answer>`` (else the whole text), up to ``</answer>``."""
     return text.rpartition("<answer>")[2].split("</answer>")[0].strip()
+
+
+def final_answer(completion: str) -> str | None:
+    """The one rule by which a MATH answer is read: the last box, else the last ``<answer>`` block that is not
+    empty; None where there is none."""
+    text = SPECIAL.sub("", completion)
+    box = last_box(text)
+    if box is not None:
+        return box
+    return next((block for block in reversed(answer_blocks(text)) if block), None)
 
 
 UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
@@ -107,14 +115,6 @@ def final_number(completion: str) -> float | None:
 def last_number(completion: str) -> float | None:
     """The last number anywhere (the flexible rule); None where there is none."""
     return (numbers(SPECIAL.sub("", completion)) or [None])[-1]
-
-
-def components(
-    terms: Callable[[str, str], dict[str, float]], completions: list[str], golds: list[str]
-) -> dict[str, np.ndarray]:
-    """``terms(completion, gold)`` of each completion, as one float array [n] a term."""
-    scores = [terms(completion, gold) for completion, gold in zip(completions, golds, strict=True)]
-    return {name: np.array([score[name] for score in scores], float) for name in terms("", "0")}
 
 
 def same_number(a: float | None, b: float | None) -> bool:

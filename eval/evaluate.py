@@ -1,11 +1,13 @@
 """Score a policy on a task: the same sampler as in training, every item once, sharded over the processes.
 
     python -m eval.evaluate --model runs/maskgrpo_gsm8k_s0 --task gsm8k
-    torchrun --nproc_per_node 8 -m eval.evaluate --model GSAI-ML/LLaDA-8B-Instruct --task gsm8k --n 4
+    torchrun --nproc_per_node 8 -m eval.evaluate --model GSAI-ML/LLaDA-8B-Instruct --task gsm8k --samples 4
+    python -m eval.evaluate --model runs/rebrl_geneval_s0 --samples 4 --save-images pictures/
+    python -m eval.geneval pictures/
 
 --model: a run directory, a stored model (LoRA or whole, ours or released), or a hub id. Settings that are not
 given are the run's; where there is none, those of the recipe of model and task. A call that was killed goes
-on where it was; --n and --limit can be raised later, and nothing is done twice.
+on where it was; --samples and --limit can be raised later, and nothing is done twice.
 """
 
 import argparse
@@ -14,7 +16,10 @@ import hashlib
 import importlib
 import json
 import math
+import os
 import platform
+import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,7 +61,7 @@ def evaluate(
     """One completion of each row. Item i has its own generator: any number of processes gives the same.
 
     ``rewards(rows, completions, n)``: every component [n] over all processes, of this rank's rows; None: the
-    task's own. A task without a score has the first component as one.
+    task's own.
     """
     mine, _ = world.share(len(rows))
     prompts = policy.encode([r["prompt"] for r in rows])
@@ -73,11 +78,16 @@ def evaluate(
         parts = {k: world.gather(torch.as_tensor(v), len(rows)).numpy() for k, v in parts.items()}
     else:
         parts = rewards(my_rows, completions, len(rows))
-    score, se = mean_and_error(parts[task.score or next(iter(parts))], [r.get(task.category) for r in rows])
+    score, se = mean_and_error(score_of(task, parts), [r.get(task.category) for r in rows])
     means = {k: float(v.mean()) for k, v in parts.items()}
     length = world.gather(torch.cat(lengths), len(rows)).double().mean().item()
     summary = {"score": score, "se": se, "n": len(rows), **means, "length": length}
     return Scored(summary, parts, completions, mine)
+
+
+def score_of(task, parts: dict[str, np.ndarray]) -> np.ndarray:
+    """The component that is the task's score; the first where it has none, or --reward leaves it out."""
+    return parts.get(task.score, next(iter(parts.values())))
 
 
 def mean_and_error(values: np.ndarray, categories: list) -> tuple[float, float]:
@@ -114,7 +124,7 @@ def evaluate_run(run, step: int, policy, task, rewards, rows: list[dict], settin
             run.dir / "samples" / f"step_{step:06d}",
             [rows[n]["prompt"] for n in shown],
             scored.completions[: len(shown)],
-            scored.parts[task.score or next(iter(scored.parts))][shown].tolist(),
+            score_of(task, scored.parts)[shown].tolist(),
         )
 
 
@@ -129,9 +139,17 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--task", help="default: the run's")
     parser.add_argument("--compare", nargs="+", metavar="RESULT", help="print result.json files as one table")
     parser.add_argument("--out", type=Path, help="default: in the run, else under runs/eval/")
-    parser.add_argument("--n", type=int, default=1, help="samples of each prompt; gives pass@k up to n")
+    # torchrun takes a plain --n for one of its own flags
+    parser.add_argument("--samples", type=int, default=1, help="of each prompt; gives pass@k up to it")
     parser.add_argument("--limit", type=int, help="only so many prompts, from the first on")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reward", help="score by a=1,http://host:8000/b=0 in place of the task's own")
+    parser.add_argument(
+        "--save-images",
+        type=Path,
+        metavar="DIR",
+        help="keep pictures there, for python -m eval.geneval DIR (default: images/ in --out)",
+    )
     parser.add_argument("--unsafe-exec", action="store_true", help="run the model's code without isolation")
     g = parser.add_argument_group("settings (default: the run's, else the recipe's)")
     g.add_argument("--protocol", help="prompt and scoring preset of the task")
@@ -141,7 +159,7 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     g.add_argument("--sampler", choices=tuple(samplers.SAMPLERS))
     g.add_argument("--steps", type=int, help="denoising steps")
     g.add_argument("--block", type=int, help="tokens of a block")
-    g.add_argument("--temperature", type=float, help="default for text with --n 1: 0")
+    g.add_argument("--temperature", type=float, help="default for text with --samples 1: 0")
     g.add_argument("--eos-rule", choices=("none", "last"))
     g.add_argument("--schedule", choices=("cosine", "linear", "pow2", "sigmoid"))
     g.add_argument("--rate", choices=("integrated", "instantaneous"), help="of euler")
@@ -153,8 +171,8 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.compare and not args.model:
         parser.error("--model is needed (or --compare)")
-    if args.n < 1 or (args.limit is not None and args.limit < 1):
-        parser.error("--n and --limit must be at least 1")
+    if args.samples < 1 or (args.limit is not None and args.limit < 1):
+        parser.error("--samples and --limit must be at least 1")
     check_ranges(parser, args)
     return args
 
@@ -230,6 +248,7 @@ def describe(args, world: World, policy, settings: dict, rows: list[dict], direc
         "task": args.task,
         "protocol": args.protocol or "default",
         "data": args.data or "the task's own",
+        "reward": args.reward,
         "data_hash": hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()[:12],
         **dict.fromkeys(("eos_rule", "schedule_name", "shift", "rate")),
         **{k: v for k, v in settings.items() if k not in ("path", "block")},
@@ -255,6 +274,8 @@ def main(argv: list[str] | None = None) -> dict | None:
         with one_sentence():
             print(compare([json.loads(Path(p).read_text()) for p in args.compare]))
         return None
+    from eval.reward_client import RewardServersDown
+    from eval.rewards import Rewards
     from eval.task import load_task, task_module
 
     with one_sentence():
@@ -262,11 +283,15 @@ def main(argv: list[str] | None = None) -> dict | None:
         model, config = find(args.model)
         directory = Path(model) if model.endswith(".py") else weights.find(model)
         asked, args = args, settle(args, model, directory, config)
+        args.reward = asked.reward  # a run's was for training
         task = load_task(args.task, args.protocol, args.unsafe_exec)
+        if args.save_images and task.modality != "image":
+            raise ValueError(f"--save-images: --task {args.task} completes text")
+        rewards = Rewards(task, args.reward, strict=True, device=str(world.device))
         rows = task.rows("test", args.data)
         options = dict(length=args.length, max_prompt=args.max_prompt, modality=task.modality)
         policy = models.load(model, dtype=getattr(torch, args.dtype), device=str(world.device), **options)
-        if asked.temperature is None and task.modality == "text" and args.n == 1:
+        if asked.temperature is None and task.modality == "text" and args.samples == 1:
             args.temperature = 0.0
         if (args.sampler == "euler") != (policy.mask_id is None):
             kind = "uniform" if policy.mask_id is None else "masked"
@@ -279,16 +304,26 @@ def main(argv: list[str] | None = None) -> dict | None:
         name = f"{Path(args.task).stem}-{key}"
         in_run = model != asked.model
         out = asked.out or (Path(asked.model, "eval") if in_run else Path("runs/eval", directory.name)) / name
-        claim(out, fixed, world)
+        if args.save_images:
+            claim(args.save_images, "--save-images", fixed, world)
+        claim(out, "--out", fixed, world)
 
-    wanted = [(i, s) for i in range(len(rows))[: args.limit] for s in range(args.n)]
+    wanted = [(i, s) for i in range(len(rows))[: args.limit] for s in range(args.samples)]
     done = read_items(out)
+    if task.modality == "image":  # one whose picture was taken away is not done
+        done = {w: item for w, item in done.items() if (out / item["completion"]).exists()}
     world.barrier()  # every rank has read before one writes
     left = [w for w in wanted if w not in done]
     length = prompts.mask.sum(-1).tolist()
     left.sort(key=lambda w: (length[w[0]], w))  # a batch of prompts of about one length has little padding
+    share = slice(world.rank, None, world.size)
+    if args.save_images:
+        copy_pictures(out, args.save_images, [done[w] for w in wanted if w in done][share], rows)
     extract = getattr(task_module(args.task), "extract", None)
-    complete(policy, task, rows, left[world.rank :: world.size], settings, args, out, world, extract)
+    try:
+        complete(policy, task, rewards, rows, left[share], settings, args, out, world, extract)
+    except RewardServersDown as error:
+        sys.exit(f"eval.evaluate: {error}; what was scored is kept: the same call goes on there")
     world.barrier()
     result = None
     if world.rank == 0:
@@ -299,14 +334,18 @@ def main(argv: list[str] | None = None) -> dict | None:
     return result
 
 
-def claim(out: Path, fixed: dict, world: World) -> None:
-    """Make the directory of these settings; ValueError where it holds the items of others."""
+def claim(out: Path, flag: str, fixed: dict, world: World) -> None:
+    """Make the directory of these settings; ValueError, with ``flag``, where it holds the items of others."""
+    from eval.geneval import prompt_folders
+
     path = out / "settings.json"
     if path.exists():
         old = json.loads(path.read_text())
         differs = [k for k, v in json.loads(json.dumps(fixed)).items() if old.get(k) != v]
         if differs:
-            raise ValueError(f"--out {out} holds items of another evaluation: {', '.join(differs)}")
+            raise ValueError(f"{flag} {out} holds items of another evaluation: {', '.join(differs)}")
+    elif out.exists() and prompt_folders(out):
+        raise ValueError(f"{flag} {out} holds pictures already: give an empty directory")
     world.barrier()
     if world.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
@@ -315,9 +354,9 @@ def claim(out: Path, fixed: dict, world: World) -> None:
 
 
 def read_items(out: Path) -> dict[tuple[int, int], dict]:
-    """What was done so far, by (prompt, sample); a line that a kill cut off is left out."""
+    """What was done so far, by (prompt, sample), the newest last; a line that a kill cut off is left out."""
     items = {}
-    for path in sorted(out.glob("items*.jsonl")):
+    for path in [*out.glob("items.jsonl"), *sorted(out.glob("items.*.jsonl"))]:
         for line in path.read_text().splitlines():
             try:
                 item = json.loads(line)
@@ -327,9 +366,23 @@ def read_items(out: Path) -> dict[tuple[int, int], dict]:
     return items
 
 
-def complete(policy, task, rows, mine, settings, args, out: Path, world: World, extract) -> None:
+def copy_pictures(out: Path, folder: Path, done: list[dict], rows: list[dict]) -> None:
+    """The pictures of items that an earlier call stored elsewhere."""
+    from eval.geneval import sample_path
+
+    for item in done:
+        path = sample_path(folder, item["item"], item["sample"], rows[item["item"]])
+        if not path.exists():
+            shutil.copyfile(out / item["completion"], path.with_suffix(".tmp"))
+            os.replace(path.with_suffix(".tmp"), path)
+
+
+def complete(policy, task, rewards, rows, mine, settings, args, out: Path, world: World, extract) -> None:
     """Sample and judge this rank's share, a line of items.<rank>.jsonl each; rank 0 shows the progress."""
     from tqdm import tqdm
+
+    from eval.geneval import sample_path
+    from eval.reward_model import pil_images
 
     with (
         open(out / f"items.{world.rank}.jsonl", "a") as f,
@@ -342,27 +395,21 @@ def complete(policy, task, rows, mine, settings, args, out: Path, world: World, 
             prompt = policy.encode([rows[n]["prompt"] for n, _ in batch])
             x_0 = samplers.sample(policy, prompt, noise, settings).x_0
             completions, lengths = list(policy.decode(x_0)), end_of_text(x_0, policy.end_ids).tolist()
-            parts = task.reward([rows[n] for n, _ in batch], completions)
+            parts = rewards.components([rows[n] for n, _ in batch], completions)
             for k, (n, s) in enumerate(batch):
-                text = completions[k] if task.modality == "text" else picture(out, n, s, completions[k])
-                item = {"item": n, "sample": s, "prompt": rows[n]["prompt"], "completion": text}
+                completion = completions[k]
+                if task.modality == "image":
+                    path = sample_path(args.save_images or out / "images", n, s, rows[n])
+                    pil_images([completion])[0].save(path)
+                    completion = os.path.relpath(path, out)
+                item = {"item": n, "sample": s, "prompt": rows[n]["prompt"], "completion": completion}
                 if extract is not None:
-                    item["extracted"] = extract(text)
-                item |= {"verdict": float(parts[task.score or next(iter(parts))][k]), "length": lengths[k]}
+                    item["extracted"] = extract(completion, rows[n])
+                item |= {"verdict": float(score_of(task, parts)[k]), "length": lengths[k]}
                 item |= {"components": {name: float(v[k]) for name, v in parts.items()}}
                 f.write(json.dumps(item) + "\n")
             f.flush()
             bar.update(len(batch))
-
-
-def picture(out: Path, n: int, s: int, image: torch.Tensor) -> str:
-    """Store an image; its path within ``out``."""
-    from PIL import Image
-
-    (out / "images").mkdir(exist_ok=True)
-    name = f"images/{n:05d}_{s}.png"
-    Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).save(out / name)
-    return name
 
 
 def summarize(out: Path, fixed: dict, task, rows: list[dict], wanted: list[tuple[int, int]]) -> dict:
@@ -376,17 +423,18 @@ def summarize(out: Path, fixed: dict, task, rows: list[dict], wanted: list[tuple
     verdicts = np.array([item["verdict"] for item in ordered]).reshape(n, -1)
     score, se = mean_and_error(verdicts.mean(1), [row.get(task.category) for row in rows[:n]])
     parts = ordered[0]["components"]
+    ks = [2**p for p in range(16)] if np.isin(verdicts, (0, 1)).all() else []  # a mark is not right or wrong
     result = {
         "score": score,
         "se": se,
         "n": n,
         "samples": verdicts.shape[1],
-        **{f"pass@{k}": pass_at(verdicts, k) for k in (2**p for p in range(16)) if k <= verdicts.shape[1]},
+        **{f"pass@{k}": pass_at(verdicts, k) for k in ks if k <= verdicts.shape[1]},
         "components": {name: float(np.mean([i["components"][name] for i in ordered])) for name in parts},
         "length": float(np.mean([item["length"] for item in ordered])),
         **fixed,
     }
-    every = [items[w] for w in sorted(items)]  # of an earlier call with a larger --n or --limit too
+    every = [items[w] for w in sorted(items)]  # of an earlier call with a larger --samples or --limit too
     write_atomically(out / "items.jsonl", "".join(json.dumps(item) + "\n" for item in every))
     for part in out.glob("items.*.jsonl"):
         part.unlink()
@@ -404,9 +452,9 @@ def pass_at(verdicts: np.ndarray, k: int) -> float:
 
 def compare(results: list[dict]) -> str:
     """Markdown table of results. Raises ValueError for results that cannot be compared: of another task,
-    protocol, number of steps or length, or on other data."""
-    for key in ("task", "protocol", "steps", "gen_length", "data_hash"):
-        values = list(dict.fromkeys(r[key] for r in results))
+    protocol, reward, number of steps or length, or on other data."""
+    for key in ("task", "protocol", "reward", "steps", "gen_length", "data_hash"):
+        values = list(dict.fromkeys(r.get(key) for r in results))
         if len(values) > 1:
             raise ValueError(
                 f"--compare: results of different {key} ({', '.join(map(str, values))}) are no table"

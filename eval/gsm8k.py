@@ -1,13 +1,9 @@
 """GSM8K: grade-school word problems with a number for an answer."""
 
-import functools
 import re
 from pathlib import Path
 
-import numpy as np
-
 from eval.answers import (
-    components,
     final_number,
     last_block_or_all,
     last_box_or_all,
@@ -16,47 +12,21 @@ from eval.answers import (
     same_number,
 )
 from eval.jsonl import read_hub, read_jsonl
+from eval.math_tasks import D1_TEST, D1_TRAIN, EXPERT, MASKGRPO, PROTOCOLS, check_texts, math_task
 from eval.task import Task
 
 HUB, CONFIG = "openai/gsm8k", "main"
 FIELDS = ("question", "answer")
 SHOTS = Path(__file__).with_name("gsm8k_shots.jsonl")
 
-EXPERT = (
-    "You are a math expert. You will be given a question to solve. Solve it step by step. "
-    "Wrap the final answer in a \\boxed{}. \n"  # the space before the line feed is in the public prompt
-)
-D1_TRAIN = """
-Respond in the following format:
-<reasoning>
-...
-</reasoning>
-<answer>
-...
-</answer>
-"""
-D1_TEST = r"""Respond in the following format:
-<reasoning>
-Your reasoning here
-</reasoning>
-<answer>
-\boxed{...}
-</answer>"""
-MASKGRPO = r"""Respond in the following format:
-<reasoning>
-Your reasoning here
-</reasoning>
-\boxed{...}"""
-
 # (protocol, split): both public recipes word training and evaluation differently.
 PROMPTS = {
     ("d1", "train"): D1_TRAIN + "\n\n{question}",
-    ("d1", "test"): EXPERT + D1_TEST + "\n\n{question}",
-    ("maskgrpo", "train"): EXPERT + MASKGRPO + "\n\nQuestion:{question}\n",
-    ("maskgrpo", "test"): EXPERT + MASKGRPO + "\n\n{question}",
+    ("d1", "test"): EXPERT + " " + D1_TEST + "\n\n{question}",  # the blank is in the public prompt
+    ("maskgrpo", "train"): EXPERT + " " + MASKGRPO + "\n\nQuestion:{question}\n",
+    ("maskgrpo", "test"): EXPERT + " " + MASKGRPO + "\n\n{question}",
 }
 LLADA = "Question: {question}\nLet's think step by step\nAnswer:"  # after the four examples of SHOTS
-PROTOCOLS = ("d1", "maskgrpo", "llada")
 
 
 def task(protocol: str | None = None) -> Task:
@@ -67,9 +37,7 @@ def task(protocol: str | None = None) -> Task:
     own terms, in their own sizes, and the score is ``verdict``. LLaDA is scored by the last number, as in its
     own evaluation. Raises ValueError for an unknown protocol.
     """
-    if protocol not in (None, *PROTOCOLS):
-        raise ValueError(f"--protocol {protocol}: gsm8k accepts {', '.join(PROTOCOLS)}")
-    terms, weights, score = {
+    presets = {
         None: (_ours, {"correctness": 2.0, "format": 1.5, "int": 0.5}, "correctness"),
         "d1": (
             _d1,
@@ -78,15 +46,8 @@ def task(protocol: str | None = None) -> Task:
         ),
         "maskgrpo": (_maskgrpo, {"soft_format": 1.0, "int": 1.0, "correctness": 1.0}, "verdict"),
         "llada": (_llada, {"correctness": 2.0, "format": 0.5}, "correctness"),
-    }[protocol]
-    return Task(
-        name="gsm8k",
-        modality="text",
-        rows=functools.partial(rows, protocol=protocol or PROTOCOLS[0]),
-        reward=functools.partial(_reward, terms=terms),
-        weights=weights,
-        score=score,
-    )
+    }
+    return math_task("gsm8k", protocol, presets, rows, gold)
 
 
 def rows(split: str, data: str | None = None, protocol: str = PROTOCOLS[0]) -> list[dict]:
@@ -109,9 +70,7 @@ def rows(split: str, data: str | None = None, protocol: str = PROTOCOLS[0]) -> l
 
 
 def _check(row: dict) -> None:
-    for field in FIELDS:
-        if not isinstance(row[field], str) or not row[field].strip():
-            raise ValueError(f"{field} is not a text")
+    check_texts(row, FIELDS)
     if "####" not in row["answer"] or not numbers(gold(row)):
         raise ValueError("answer does not end with '#### ' and a number")
 
@@ -121,16 +80,14 @@ def gold(row: dict) -> str:
     return row["answer"].rpartition("####")[2].strip()
 
 
-extract = final_number  # what the verdict reads out of a completion; None is no answer
+def extract(completion: str, row: dict) -> float | None:
+    """What the verdict reads out of a completion of any row; None is no answer."""
+    return final_number(completion)
 
 
 def verdict(completion: str, gold: str) -> bool:
     """Is the number that `final_number` reads the gold one? The default correctness, and the score."""
     return same_number(final_number(completion), numbers(gold)[0])
-
-
-def _reward(rows: list[dict], completions: list[str], terms) -> dict[str, np.ndarray]:
-    return components(terms, completions, [gold(row) for row in rows])
 
 
 def _ours(text: str, gold: str) -> dict[str, float]:

@@ -1,12 +1,9 @@
 """MATH: competition problems with an answer in LaTeX; trained on MATH's train split, tested on MATH500."""
 
-import functools
-
-import numpy as np
-
-from eval.answers import SPECIAL, answer_blocks, components, last_box, last_box_or_all
+from eval.answers import answer_blocks, final_answer, last_box, last_box_or_all
 from eval.jsonl import read_hub, read_jsonl
 from eval.math_equal import equal, string_equal
+from eval.math_tasks import D1_TEST, D1_TRAIN, EXPERT, MASKGRPO, PROTOCOLS, check_texts, math_task
 from eval.task import Task
 
 HUB = {"train": "EleutherAI/hendrycks_math", "test": "HuggingFaceH4/MATH-500"}
@@ -21,49 +18,18 @@ SUBJECTS = (  # the configurations of the train set
 )
 FIELDS = ("problem", "solution")
 
-EXPERT = (
-    "You are a math expert. You will be given a question to solve. Solve it step by step. "
-    "Wrap the final answer in a \\boxed{}."
-)
-D1_TRAIN = """
-Respond in the following format:
-<reasoning>
-...
-</reasoning>
-<answer>
-...
-</answer>
-
-
-"""
-D1_TEST = r"""
-Respond in the following format:
-<reasoning>
-Your reasoning here
-</reasoning>
-<answer>
-\boxed{...}
-</answer>"""
-MASKGRPO = r"""
-Respond in the following format:
-<reasoning>
-Your reasoning here
-</reasoning>
-\boxed{...}"""
 LLADA = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 # (protocol, split): both public recipes word training and evaluation differently.
 PROMPTS = {
-    ("d1", "train"): D1_TRAIN + EXPERT + " \n\n{problem}",
-    ("d1", "test"): EXPERT
-    + D1_TEST
-    + '" \n\n\n{problem}',  # the stray quotation mark is in the public prompt
+    ("d1", "train"): D1_TRAIN + "\n\n" + EXPERT + " \n\n{problem}",
+    # the stray quotation mark is in the public prompt
+    ("d1", "test"): EXPERT + D1_TEST + '" \n\n\n{problem}',
     ("maskgrpo", "train"): EXPERT + MASKGRPO + "\n\nQuestion:{problem}\n",
     ("maskgrpo", "test"): EXPERT + MASKGRPO + "\n\n{problem}",
     ("llada", "train"): LLADA,
     ("llada", "test"): LLADA,
 }
-PROTOCOLS = ("d1", "maskgrpo", "llada")
 
 
 def task(protocol: str | None = None) -> Task:
@@ -73,24 +39,15 @@ def task(protocol: str | None = None) -> Task:
     MaskGRPO, when named, bring their own terms, in their own sizes, and the score is ``verdict``. Raises
     ValueError for an unknown protocol.
     """
-    if protocol not in (None, *PROTOCOLS):
-        raise ValueError(f"--protocol {protocol}: math500 accepts {', '.join(PROTOCOLS)}")
     ours = {"correctness": 2.0, "format": 1.0}
     public = {"math_correctness": 1.0, "boxed_and_answer_tags": 1.0}
-    terms, weights, score = {
+    presets = {
         None: (_ours, ours, "correctness"),
         "d1": (_d1, public, "verdict"),
         "maskgrpo": (_maskgrpo, public, "verdict"),
         "llada": (_llada, ours, "correctness"),
-    }[protocol]
-    return Task(
-        name="math500",
-        modality="text",
-        rows=functools.partial(rows, protocol=protocol or PROTOCOLS[0]),
-        reward=functools.partial(_reward, terms=terms),
-        weights=weights,
-        score=score,
-    )
+    }
+    return math_task("math500", protocol, presets, rows, gold)
 
 
 def rows(split: str, data: str | None = None, protocol: str = PROTOCOLS[0]) -> list[dict]:
@@ -121,9 +78,7 @@ def _key(row: dict) -> str:
 
 
 def _check(row: dict) -> None:
-    for field in FIELDS:
-        if not isinstance(row[field], str) or not row[field].strip():
-            raise ValueError(f"{field} is not a text")
+    check_texts(row, FIELDS)
     if not isinstance(gold(row), str) or not gold(row).strip():
         raise ValueError(r"no answer: a text in answer, or a \boxed{} in solution, is expected")
 
@@ -133,22 +88,14 @@ def gold(row: dict) -> str | None:
     return row["answer"] if "answer" in row else last_box(row["solution"])
 
 
-def extract(completion: str) -> str | None:
-    """What the verdict reads out of a completion: the last box, else the last ``<answer>`` block, or None."""
-    text = SPECIAL.sub("", completion)
-    box = last_box(text)
-    if box is not None:
-        return box
-    return next((block for block in reversed(answer_blocks(text)) if block), None)
+def extract(completion: str, row: dict) -> str | None:
+    """What the verdict reads out of a completion of any row; None is no answer."""
+    return final_answer(completion)
 
 
 def verdict(completion: str, gold: str) -> bool:
-    """Is what `extract` reads the gold answer? The default correctness, and the score."""
-    return equal(extract(completion), gold)
-
-
-def _reward(rows: list[dict], completions: list[str], terms) -> dict[str, np.ndarray]:
-    return components(terms, completions, [gold(row) for row in rows])
+    """Is what `final_answer` reads the gold one? The default correctness, and the score."""
+    return equal(final_answer(completion), gold)
 
 
 def _ours(text: str, gold: str) -> dict[str, float]:

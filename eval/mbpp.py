@@ -114,6 +114,11 @@ def reward(rows: list[dict], completions: list[str], unsafe_exec: bool = False) 
     }
 
 
+def extract(completion: str, row: dict) -> str | None:
+    """The program that is run; None where the completion holds no code."""
+    return extract_code(completion, row["test_list"])[0] or None
+
+
 def extract_code(completion: str, tests: list[str] | tuple[str, ...]) -> tuple[str, float]:
     """(code, format reward) of a completion.
 

@@ -24,7 +24,7 @@ from common import World, generator
 from eval import evaluate
 from eval.rewards import Rewards
 from eval.task import Task, load_task
-from models import lora
+from models import lora, tiny
 from run import config_hash
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -119,7 +119,8 @@ def test_ten_items_on_three_ranks_are_each_done_once(llada, data, tmp_path, rank
     wanted = [(i, 0) for i in range(10)]
     for rank in range(ranks):
         world = World(rank, ranks, torch.device("cpu"))
-        evaluate.complete(policy, task, rows, wanted[rank::ranks], settings, args, tmp_path, world, None)
+        share = wanted[rank::ranks]
+        evaluate.complete(policy, task, Rewards(task), rows, share, settings, args, tmp_path, world, None)
     lines = [line for part in tmp_path.glob("items.*") for line in part.read_text().split("\n") if line]
     assert len(lines) == 10
     assert evaluate.summarize(tmp_path, {}, task, rows, wanted)["n"] == 10
@@ -150,12 +151,12 @@ def test_directory_of_another_evaluation_is_refused(llada, data, scored):
 
 
 def test_more_samples_of_a_prompt_differ_and_give_pass_at_k(llada, data, tmp_path):
-    first = call(llada, data, tmp_path, "--limit", "2", "--n", "2", "--temperature", "1")
+    first = call(llada, data, tmp_path, "--limit", "2", "--samples", "2", "--temperature", "1")
     assert (first["n"], first["samples"]) == (2, 2) and {"pass@1", "pass@2"} <= first.keys()
-    call(llada, data, tmp_path, "--limit", "2", "--n", "4", "--temperature", "1")
-    drawn = items(tmp_path)
-    assert [(i["item"], i["sample"]) for i in drawn] == list(itertools.product(range(2), range(4)))
-    assert len({i["completion"] for i in drawn}) > 2
+    call(llada, data, tmp_path, "--limit", "2", "--samples", "4", "--temperature", "1")
+    found = items(tmp_path)
+    assert [(i["item"], i["sample"]) for i in found] == list(itertools.product(range(2), range(4)))
+    assert len({i["completion"] for i in found}) > 2
 
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_one():
@@ -163,6 +164,124 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_one():
     for k in (1, 2, 3, 4):
         draws = [[any(row[list(c)]) for c in itertools.combinations(range(4), k)] for row in verdicts]
         assert evaluate.pass_at(verdicts, k) == pytest.approx(np.mean(draws))
+
+
+# ---- Pictures
+
+
+@pytest.fixture(scope="module")
+def drawer(tmp_path_factory) -> Path:
+    """An untrained model of the picture world."""
+    path = tmp_path_factory.mktemp("drawer")
+    tiny.build("tiny-geneval").save(path)
+    return path
+
+
+DRAW = "--task tiny-geneval --limit 3 --samples 2 --steps 2 --micro-batch 2".split()
+
+
+def draw(drawer: Path, out: Path, *more: str) -> dict:
+    return evaluate.main(["--model", str(drawer), *DRAW, "--out", str(out), *more])
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    """What a folder holds in the numbered folders of its prompts."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.glob("0*/**/*.*")}
+
+
+@pytest.fixture(scope="module")
+def drawn(drawer, tmp_path_factory) -> tuple[Path, Path]:
+    """(directory, folder of pictures) of two pictures of each of three prompts."""
+    path = tmp_path_factory.mktemp("drawn")
+    draw(drawer, path / "out", "--save-images", str(path / "images"))
+    return path / "out", path / "images"
+
+
+def test_pictures_stand_in_genevals_layout_with_the_row_of_each_prompt(drawn):
+    rows = load_task("tiny-geneval").rows("test", None)
+    names = ["metadata.jsonl", "samples/0000.png", "samples/0001.png"]
+    assert sorted(stored(drawn[1])) == [f"{n:05}/{name}" for n in range(3) for name in names]
+    for n in range(3):
+        assert json.loads((drawn[1] / f"{n:05}/metadata.jsonl").read_text()) == rows[n]
+    for item in items(drawn[0]):
+        place = drawn[1] / f"{item['item']:05}/samples/{item['sample']:04}.png"
+        assert (drawn[0] / item["completion"]).resolve() == place.resolve()
+    assert not (drawn[0] / "images").exists()
+
+
+def test_two_processes_save_the_pictures_of_one(drawer, drawn, tmp_path):
+    """Each rank writes its own; the two pictures of a prompt fall to different ranks."""
+    command = "-m torch.distributed.run --standalone --nproc_per_node 2 -m eval.evaluate".split()
+    own = ["--model", str(drawer), *DRAW, "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, *command, *own, "--save-images", str(tmp_path / "images")],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert stored(tmp_path / "images") == stored(drawn[1])
+    assert [i | {"completion": ""} for i in items(tmp_path / "out")] == [
+        i | {"completion": ""} for i in items(drawn[0])
+    ]
+
+
+def test_killed_evaluation_saves_the_pictures_that_are_missing(drawer, drawn, tmp_path, monkeypatch):
+    """Killed in the third batch of two, then called again, then for a picture that was lost."""
+    sampled, original = [], samplers.sample
+
+    def sample(policy, prompt, *args):
+        sampled.append(len(prompt))
+        if sum(sampled) == 6 and len(sampled) == 3:
+            raise KeyboardInterrupt
+        return original(policy, prompt, *args)
+
+    monkeypatch.setattr(samplers, "sample", sample)
+    images = tmp_path / "images"
+    with pytest.raises(KeyboardInterrupt):
+        draw(drawer, tmp_path / "out", "--save-images", str(images))
+    assert len(list(images.rglob("*.png"))) == 4
+    draw(drawer, tmp_path / "out", "--save-images", str(images))
+    assert sampled == [2, 2, 2, 2] and stored(images) == stored(drawn[1])
+    (images / "00001/samples/0001.png").unlink()
+    draw(drawer, tmp_path / "out", "--save-images", str(images))
+    assert sampled[4:] == [1] and stored(images) == stored(drawn[1])
+
+
+def test_pictures_that_are_there_are_copied_and_not_drawn_again(drawer, drawn, tmp_path, monkeypatch):
+    first = draw(drawer, tmp_path / "out")
+    assert stored(tmp_path / "out/images") == stored(drawn[1])
+    (tmp_path / "out/images/00002/samples/0000.png").unlink()
+    draw(drawer, tmp_path / "out", "--save-images", str(tmp_path / "all"))
+    assert stored(tmp_path / "all") == stored(drawn[1])
+    monkeypatch.setattr(samplers, "sample", lambda *args: pytest.fail("drawn again"))
+    assert draw(drawer, tmp_path / "out", "--save-images", str(tmp_path / "kept")) == first
+    assert stored(tmp_path / "kept") == stored(drawn[1])
+
+
+def test_a_folder_with_other_pictures_is_refused(drawer, drawn, data, llada, tmp_path):
+    """A mixture of two evaluations would be scored as one."""
+    with pytest.raises(SystemExit, match="--save-images .* holds items of another evaluation: seed"):
+        draw(drawer, tmp_path / "out", "--save-images", str(drawn[1]), "--seed", "1")
+    (tmp_path / "theirs/00000/samples").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="--save-images .* holds pictures already"):
+        draw(drawer, tmp_path / "out", "--save-images", str(tmp_path / "theirs"))
+    with pytest.raises(SystemExit, match="--save-images: --task gsm8k completes text"):
+        call(llada, data, tmp_path / "text", "--save-images", str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_prompts_without_a_reward_are_scored_by_the_one_that_is_named(drawer, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red square\na blue circle\n")
+    own = f"--model {drawer} --task captions --data {tmp_path}/prompts.txt --sampler emerge --steps 2".split()
+    with pytest.raises(SystemExit, match="--task captions has no reward of its own: name one"):
+        evaluate.main([*own, "--out", str(tmp_path / "none")])
+    result = evaluate.main([*own, "--out", str(tmp_path / "out"), "--reward", "edges"])
+    assert 0 < result["score"] == result["components"]["edges"] and result["reward"] == "edges"
+    assert "luminance" in result["components"] and (tmp_path / "out/images/00001/samples/0000.png").exists()
+    with pytest.raises(SystemExit, match="holds items of another evaluation: reward"):
+        evaluate.main([*own, "--out", str(tmp_path / "out"), "--reward", "edges=2"])
+
+
+# ---- From any form of a model
 
 
 def test_every_entry_point_samples_by_the_same_function():
@@ -213,8 +332,6 @@ def test_adapter_export_and_hub_id_score_alike(llada, data, scored, adapted, tmp
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A run of one iteration."""
-    from models import tiny
-
     path = tmp_path_factory.mktemp("run")
     tiny.build("tiny-math").save(path / "base")
     flags = "--prompts 2 --group-size 2 --mu 1 --iterations 1 --eval-prompts 4 --steps 4 --block 8"
@@ -279,7 +396,7 @@ def test_unsafe_exec_is_passed_on_and_refused_where_no_code_runs():
             "--model {llada} --task gsm8k --data {data} --length 8 --block 3",
             "--block 3 must divide --length 8",
         ),
-        ("--model {llada} --task gsm8k --n 0", "--n and --limit must be at least 1"),
+        ("--model {llada} --task gsm8k --samples 0", "--samples and --limit must be at least 1"),
     ],
 )
 def test_wrong_flag_ends_in_one_sentence(llada, data, capsys, monkeypatch, wrong, says):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from conftest import shared
 
-from eval import geneval
+from eval import evaluate, geneval
 from eval.geneval import main, read_folder, rows, show, summarize, task, verdicts
 from eval.geneval_rule import TAGS, Detection
 from eval.rewards import Rewards
+from models import tiny
 
 CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}], "prompt": "a photo of a cup"}
 TWO = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "a photo of two cups"}
@@ -83,6 +84,18 @@ def test_task_trains_on_the_dense_form_and_scores_the_strict_one(stand_ins):
     assert {k: v.tolist() for k, v in answer.items()} == {"geneval": [1, 0], "geneval_dense": [1, 0.5]}
 
 
+def test_a_detector_that_is_named_and_absent_ends_the_run_before_it_begins(monkeypatch):
+    def absent(*args):
+        raise SystemExit("geneval: the detector or CLIP cannot be loaded")
+
+    monkeypatch.setattr(geneval, "load_models", absent)
+    for spec in (None, "geneval=1", "edges=1,geneval_dense=0"):
+        with pytest.raises(SystemExit, match="cannot be loaded"):
+            Rewards(task(), spec)
+    parts = Rewards(task(), "edges=1", strict=True).components([CUP], [picture(1)])
+    assert "edges" in parts and "geneval" not in parts
+
+
 def test_no_rows_are_answered_without_loading_a_model():
     answer = task().reward([], [])
     assert {name: values.shape for name, values in answer.items()} == {"geneval": (0,), "geneval_dense": (0,)}
@@ -148,6 +161,30 @@ def test_folder_to_result_file_to_summary(stand_ins, tmp_path, capsys):
     assert list(results[0]) == ["filename", "tag", "prompt", "correct", "reason", "metadata", "details"]
     main([str(out)])
     assert capsys.readouterr().out == scored
+
+
+def test_pictures_that_an_evaluation_saves_are_scored_as_they_stand(monkeypatch, tmp_path, capsys):
+    """The same score on both ways; the stand-ins see every pixel, so that one changed would show."""
+
+    def seen(images, threshold=0.0):
+        return detector([picture(int(image.long().sum()) % 4) for image in images])
+
+    def hue(image, detections):
+        return ["red" if image.long().sum() % 2 else "blue"] * len(detections)
+
+    monkeypatch.setattr(geneval, "load_models", lambda *args: (seen, hue))
+    tiny.build("tiny-geneval").save(tmp_path / "model")
+    prompts, images = tmp_path / "prompts.jsonl", tmp_path / "images"
+    prompts.write_text("\n".join(json.dumps(row) for row in (CUP, TWO, RED)))
+    flags = f"--model {tmp_path}/model --task geneval --data {prompts} --sampler emerge --steps 2 --samples 4"
+    result = evaluate.main([*flags.split(), "--out", str(tmp_path / "out"), "--save-images", str(images)])
+    assert [row for _, row in read_folder(str(images), 4, str(prompts))] == [CUP] * 4 + [TWO] * 4 + [RED] * 4
+    main([str(images), "--out", str(tmp_path / "results.jsonl"), "--data", str(prompts)])
+    assert f"overall (mean over tasks) {result['score']:.5f}" in capsys.readouterr().out
+    items = [json.loads(line) for line in (tmp_path / "out/items.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [r["correct"] for r in found] == [i["verdict"] == 1 for i in items]
+    assert 0 < result["score"] < 1
 
 
 def test_summary_agrees_with_the_steps_of_the_benchmarks_own_script(stand_ins, tmp_path):

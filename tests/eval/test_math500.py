@@ -109,7 +109,8 @@ def test_the_last_box_is_judged_as_mathematics(completion, answer, right):
 
 def test_no_box_and_no_tag_is_no_answer():
     """K3."""
-    assert math500.extract("I do not know") is None
+    assert math500.extract("I do not know", {}) is None
+    assert math500.extract("<answer> 42 </answer><answer></answer>", {}) == "42"
 
 
 def test_a_row_without_answer_takes_the_last_box_of_its_solution(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, shared
 
-from eval.mbpp import D1_FORMAT, extract_code, fenced_blocks, reward, task
+from eval.mbpp import D1_FORMAT, extract, extract_code, fenced_blocks, reward, task
 from eval.rewards import Rewards
 from eval.sandbox import Limits, Program, isolation, judge
 
@@ -102,6 +102,22 @@ def test_reward_counts_tests_and_scores_only_when_all_pass():
     np.testing.assert_array_equal(found["format"], [0.5, 0.5, 0.25, 0])
     assert task().weights == {"tests": 1.0, "format": 1.0} and task().score == "correctness"
     assert all(values.shape == (0,) for values in reward([], []).values())
+
+
+def test_what_is_extracted_is_the_program_that_is_run(monkeypatch):
+    run = []
+    monkeypatch.setattr("eval.mbpp.judge", lambda programs, **how: run.extend(programs) or judge([]))
+    completions = [
+        GOOD,
+        f"Call it so:\n```\nadd(1, 2)\n```\n{GOOD}",
+        "```python\ndef add(:\n```",
+        "```cut",
+        "",
+    ]
+    reward([ROW] * len(completions), completions)
+    found = [extract(completion, ROW) for completion in completions]
+    assert [program.code for program in run] == [code or "" for code in found]
+    assert found[0] == found[1] == "def add(a, b):\n    return a + b\n" and found[-2:] == [None, None]
 
 
 def test_an_error_in_the_reward_is_raised_when_strict_and_counted_otherwise():
