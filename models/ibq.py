@@ -187,7 +187,7 @@ class IBQ(nn.Module):
     @classmethod
     def load(cls, source: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "IBQ":
         """From a directory or hub id in the released layout, frozen."""
-        directory = weights.find(source)
+        directory = weights.find(source, "--vq")
         with torch.device("meta"):
             vq = cls(weights.read_json(directory / "config.json"))
         weights.fill(vq, directory, dtype, device)
