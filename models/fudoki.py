@@ -8,33 +8,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import weights
+from models.image import ImagePolicy
 from models.janus_vq import PREFIX, JanusVQ
-from models.llada import LlamaPolicy
 from models.policy import Prompt
 
 # constants of the public code: alpha, c, and a distance that is squared twice
 PATH = {"path": "metric", "alpha": 0.9, "c": 3.0, "power": 2, "shift": 1.0}
 UNCONDITIONAL = 100015  # the token that stands for each word of an empty prompt
 SPECIAL = ("bos_id", "begin_id", "end_id", "pad_id", "uncond_id")
-NOT_USED = (
-    "vision_model.",
-    "aligner.",
-    "language_model.lm_head.",
-    PREFIX,
-)  # understanding; the image tokenizer
+# the half that understands images, and the image tokenizer
+NOT_USED = ("vision_model.", "aligner.", "language_model.lm_head.", PREFIX)
 
 
-class FUDOKI(LlamaPolicy):
+class FUDOKI(ImagePolicy):
     """Images of L codes out of K; x_t holds codes, noise or not: there is no [M].
 
     The row is ``[pad..] <bos> User: text, Assistant: <begin_of_image>`` (the prompt), the codes and
     ``<end_of_image>``. Padding is hidden and takes no position, so it may stand on either side; the public
     code puts it on the right. Codes have their own embedding; the state before a token predicts it.
 
-    backbone: a ``Backbone``. vq: any object with ``decode(codes [B, L]) -> uint8 [B, 3, H, W]`` and
-    ``encode``; for ``save`` also with a ``state()``, or a ``source`` that begins with "tiny". codebook [K, d]
-    is the metric path's. max_text: bound on the tokens that are not codes, the one after them included.
+    backbone: a ``Backbone``. ``save`` needs the vq's ``state()``, or a ``source`` that begins with "tiny".
+    max_text: bound on the tokens that are not codes, the one after them included.
     """
+
+    VQ = JanusVQ
 
     def __init__(
         self,
@@ -52,12 +49,11 @@ class FUDOKI(LlamaPolicy):
         max_text: int = 500,
         path_settings: dict | None = None,
     ) -> None:
-        super().__init__(backbone, tokenizer)
-        self.__dict__["vq"] = vq  # not a submodule: neither trained nor sharded
+        super().__init__(backbone, tokenizer, vq, codebook)
         self.bos_id, self.begin_id, self.end_id = bos_id, begin_id, end_id
         self.pad_id, self.uncond_id = pad_id, uncond_id
         self.length, self.max_text = length, max_text
-        self.vocab_size, self.codebook = backbone.gen_embed.num_embeddings, codebook
+        self.vocab_size = backbone.gen_embed.num_embeddings
         self.path_settings = dict(PATH if path_settings is None else path_settings)
 
     def hidden(self, prompt: Prompt, x_t: Tensor) -> Tensor:
@@ -73,9 +69,6 @@ class FUDOKI(LlamaPolicy):
         ).last_hidden_state
         return states[:, -2 - x_t.shape[1] : -2]
 
-    def head(self, h: Tensor) -> Tensor:
-        return self.backbone.get_output_embeddings()(h)
-
     def encode(self, texts: list[str]) -> Prompt:
         """Left-padded to the longest; ValueError for one that is too long."""
         rows = [self._tokens(text) for text in texts]
@@ -86,11 +79,7 @@ class FUDOKI(LlamaPolicy):
                 f"--max-prompt: a prompt has {width} tokens, at most {self.max_text - 2} are accepted "
                 f"(it begins {text[:60]!r})"
             )
-        ids = torch.full((len(rows), width), self.pad_id)
-        for i, row in enumerate(rows):
-            ids[i, width - len(row) :] = torch.tensor(row)
-        real = torch.tensor([len(row) for row in rows])
-        return Prompt(ids, torch.arange(width) >= width - real.unsqueeze(1)).to(self.backbone.device)
+        return self.left_padded(rows, width)
 
     def _tokens(self, text: str) -> list[int]:
         tokens = self.tokenizer(f"User: {text.strip()}\n\nAssistant:")["input_ids"]
@@ -101,18 +90,6 @@ class FUDOKI(LlamaPolicy):
         words = prompt.mask & (prompt.mask.cumsum(1) > 1)
         words[:, -1] = False
         return Prompt(torch.where(words, self.uncond_id, prompt.ids), prompt.mask)
-
-    def decode(self, x_0: Tensor) -> Tensor:
-        """codes [B, L] -> uint8 images [B, 3, H, W]."""
-        return self._vq(x_0.device).decode(x_0)
-
-    def respond(self, completions: list[Tensor] | Tensor) -> Tensor:
-        """uint8 images [3, H, W] -> codes [B, L]."""
-        device = self.backbone.device
-        return self._vq(device).encode(torch.stack(list(completions)).to(device))
-
-    def _vq(self, device: torch.device):
-        return self.vq.to(device) if isinstance(self.vq, nn.Module) else self.vq
 
     def settings(self) -> dict:
         source = str(getattr(self.vq, "source", ""))
@@ -137,33 +114,30 @@ class FUDOKI(LlamaPolicy):
         (path / "config.json").write_text(json.dumps(self.backbone.released(), indent=1))
         (path / "policy.json").write_text(json.dumps(settings, indent=1))
 
-    @classmethod
-    def load(
-        cls,
-        directory: Path,
-        *,
-        dtype: torch.dtype,
-        device: str,
-        length: int | None = None,
-        max_prompt: int | None = None,
-        vq: str | None = None,
-    ) -> "FUDOKI":
-        """The released layout, ours or not. length: codes of an image; max_prompt: tokens of a prompt; vq: a
-        directory or hub id of another image tokenizer."""
+    @staticmethod
+    def read(directory: Path, dtype: torch.dtype, device: str) -> dict:
         from transformers import AutoTokenizer
 
-        backbone = load_backbone(directory, dtype, device)
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        ours = directory / "policy.json"
-        settings = weights.read_json(ours) if ours.exists() else special_ids(tokenizer, directory)
-        settings.pop("kind", None)
-        source = settings.pop("vq", "")
-        settings |= {"length": length} if length else {}
-        settings |= {"max_text": max_prompt + 2} if max_prompt else {}
-        codebook = read_table(directory / "image_embedding.pt").to(device)
-        return cls(
-            backbone, tokenizer, load_vq(vq or source or directory, device), codebook=codebook, **settings
-        )
+        return {
+            "backbone": load_backbone(directory, dtype, device),
+            "tokenizer": AutoTokenizer.from_pretrained(directory),
+            "codebook": read_table(directory / "image_embedding.pt").to(device),
+        }
+
+    @staticmethod
+    def released_settings(directory: Path, parts: dict) -> dict:
+        tokenizer = parts["tokenizer"]
+        begin, end = tokenizer.convert_tokens_to_ids(["<begin_of_image>", "<end_of_image>"])
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        ids = {"bos_id": tokenizer.bos_token_id, "begin_id": begin, "end_id": end, "pad_id": pad}
+        absent = [name for name, value in ids.items() if value is None]
+        if absent:
+            raise ValueError(f"{directory}: the tokenizer has no {', '.join(absent)} (Janus's image tokens)")
+        return {"vq": ""} | ids  # the checkpoint itself holds it
+
+    @staticmethod
+    def sizes(length: int | None, max_prompt: int | None) -> dict:
+        return {"length": length, "max_text": max_prompt and max_prompt + 2}
 
 
 class Backbone(nn.Module):
@@ -262,17 +236,6 @@ def load_backbone(directory: Path, dtype: torch.dtype, device: str) -> Backbone:
     return backbone.eval()
 
 
-def special_ids(tokenizer, directory: Path) -> dict[str, int]:
-    """The ids of the released tokenizer's special tokens."""
-    begin, end = tokenizer.convert_tokens_to_ids(["<begin_of_image>", "<end_of_image>"])
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    ids = {"bos_id": tokenizer.bos_token_id, "begin_id": begin, "end_id": end, "pad_id": pad}
-    absent = [name for name, value in ids.items() if value is None]
-    if absent:
-        raise ValueError(f"{directory}: the tokenizer has no {', '.join(absent)} (Janus's image tokens)")
-    return ids
-
-
 def read_table(path: Path) -> Tensor:
     """The metric path's table [K, d], stored as an nn.Embedding, its state or a tensor and nothing else."""
     if not path.exists():
@@ -283,12 +246,3 @@ def read_table(path: Path) -> Tensor:
         table = torch.load(path, map_location="cpu", weights_only=True)
     table = table.weight if isinstance(table, nn.Embedding) else table
     return (table["weight"] if isinstance(table, dict) else table).detach().float()
-
-
-def load_vq(source: str | Path, device: str):
-    """The image tokenizer of a Janus-like checkpoint; ``tiny..``: one of models/tiny.py."""
-    if str(source).startswith("tiny"):
-        from models.tiny import load_vq
-
-        return load_vq(source)
-    return JanusVQ.load(source, device)

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from models import weights
-from models.llada import LlamaPolicy, load_llama
+from models.image import ImagePolicy
+from models.llada import load_llama
+from models.magvitv2 import MAGVITv2
 from models.policy import Prompt
 
 # constructor keyword -> the token's name; MMaDA's own ones took the place of LLaDA's reserved tokens
@@ -23,7 +24,7 @@ SPECIAL = {
 RELEASED_VQ = "showlab/magvitv2"
 
 
-class MMaDA(LlamaPolicy):
+class MMaDA(ImagePolicy):
     """Images of N = ``num_vq_tokens`` codes out of K = ``codebook_size``; x_t holds codes, and K for [M].
 
     The row is ``[pad..] <|t2i|> begin text end`` (the prompt: max_text + 1 positions) ``<|soi|> image x N
@@ -31,10 +32,10 @@ class MMaDA(LlamaPolicy):
     ``token_mask_id`` and the other ``*_id`` are rows too. max_text: text positions, begin and end included;
     a longer text is cut.
 
-    vq: any object with ``decode(codes [B, N]) -> uint8 [B, 3, H, W]`` and, where there is one, ``encode``
-    (its inverse) and ``codebook`` [K, d]. ``save`` needs its ``source``: a directory, a hub id, or a name
-    that begins with "tiny".
+    ``save`` needs the vq's ``source``: a directory, a hub id, or a name that begins with "tiny".
     """
+
+    VQ = MAGVITv2
 
     def __init__(
         self,
@@ -54,15 +55,12 @@ class MMaDA(LlamaPolicy):
         image_offset: int,
         max_text: int = 256,
     ) -> None:
-        super().__init__(backbone, tokenizer)
+        super().__init__(backbone, tokenizer, vq)
         rows = backbone.config.vocab_size
         if image_offset + codebook_size > rows:
             raise ValueError(f"{codebook_size} image codes from row {image_offset} on, but only {rows} rows")
         if getattr(vq, "length", num_vq_tokens) != num_vq_tokens:
             raise ValueError(f"--length {num_vq_tokens}: the pictures of {vq.source} have {vq.length} codes")
-        # not a submodule: the image tokenizer is neither trained, nor sharded, nor saved with the policy
-        self.__dict__["vq"] = vq
-        self.codebook = getattr(vq, "codebook", None)
         self.token_mask_id = self.prompt_mask_id = token_mask_id
         self.begin_id, self.end_id = begin_id, end_id
         self.t2i_id, self.soi_id, self.eoi_id, self.pad_id = t2i_id, soi_id, eoi_id, pad_id
@@ -82,32 +80,13 @@ class MMaDA(LlamaPolicy):
 
     def encode(self, texts: list[str]) -> Prompt:
         """Left-padded to max_text + 1; a longer text keeps its head and the end id."""
-        ids = torch.full((len(texts), self.max_text + 1), self.pad_id)
-        mask = torch.zeros_like(ids, dtype=torch.bool)
-        for i, text in enumerate(texts):
+        rows = []
+        for text in texts:
             tokens = self.tokenizer(text)["input_ids"]
             if tokens[:1] != [self.begin_id]:
                 tokens = [self.begin_id, *tokens]
-            tokens = [self.t2i_id, *tokens][: self.max_text] + [self.end_id]
-            ids[i, -len(tokens) :] = torch.tensor(tokens)
-            mask[i, -len(tokens) :] = True
-        return Prompt(ids, mask).to(self.backbone.device)
-
-    def unconditional(self, prompt: Prompt) -> Prompt:
-        """The empty text, at the same length."""
-        return self.encode([""])[[0] * len(prompt)].to(prompt.ids.device)
-
-    def decode(self, x_0: Tensor) -> Tensor:
-        """codes [B, N] -> uint8 images [B, 3, H, W]."""
-        return self._vq(x_0.device).decode(x_0)
-
-    def respond(self, completions: list[Tensor] | Tensor) -> Tensor:
-        """uint8 images [3, H, W] -> codes [B, N]."""
-        device = self.backbone.device
-        return self._vq(device).encode(torch.stack(list(completions)).to(device))
-
-    def _vq(self, device: torch.device):
-        return self.vq.to(device) if isinstance(self.vq, nn.Module) else self.vq
+            rows.append([self.t2i_id, *tokens][: self.max_text] + [self.end_id])
+        return self.left_padded(rows, self.max_text + 1)
 
     def settings(self) -> dict:
         if not hasattr(self.vq, "source"):
@@ -116,51 +95,29 @@ class MMaDA(LlamaPolicy):
         sizes = {"codebook_size": self.vocab_size, "num_vq_tokens": self.length}
         return {"kind": "mmada", "vq": self.vq.source, **sizes, **ids}
 
-    @classmethod
-    def load(
-        cls,
-        directory: Path,
-        *,
-        dtype: torch.dtype,
-        device: str,
-        length: int | None = None,
-        max_prompt: int | None = None,
-        vq: str | None = None,
-    ) -> "MMaDA":
-        """length: codes of an image; max_prompt: ``max_text``; vq: another source than the checkpoint's."""
+    @staticmethod
+    def read(directory: Path, dtype: torch.dtype, device: str) -> dict:
         backbone, tokenizer = load_llama(directory, dtype, device)
-        if (directory / "policy.json").exists():
-            settings = weights.read_json(directory / "policy.json")
-            del settings["kind"]
-        else:
-            settings = released_settings(directory, backbone.config.released, tokenizer)
-        given = {"num_vq_tokens": length, "max_text": max_prompt, "vq": vq}
-        settings |= {name: value for name, value in given.items() if value is not None}
-        return cls(backbone, tokenizer, load_vq(settings.pop("vq"), device), **settings)
+        return {"backbone": backbone, "tokenizer": tokenizer}
 
+    @staticmethod
+    def released_settings(directory: Path, parts: dict) -> dict:
+        config, vocab = parts["backbone"].config.released, parts["tokenizer"].get_vocab()
+        absent = [name for name in ("codebook_size", "num_vq_tokens") if not config.get(name)]
+        if absent:
+            raise ValueError(
+                f"{directory}/config.json: {', '.join(absent)} missing, so it is no MMaDA for images"
+            )
+        ids = {
+            keyword: next((vocab[name] for name in names if name in vocab), None)
+            for keyword, names in SPECIAL.items()
+        }
+        unknown = [" or ".join(SPECIAL[keyword]) for keyword, i in ids.items() if i is None]
+        if unknown:
+            raise ValueError(f"{directory}: the tokenizer has no {', no '.join(unknown)}")
+        sizes = {name: config[name] for name in ("codebook_size", "num_vq_tokens")}
+        return {"vq": RELEASED_VQ, "image_offset": len(parts["tokenizer"]), **sizes, **ids}
 
-def released_settings(directory: Path, config: dict, tokenizer) -> dict:
-    """The constructor's keywords and ``vq``, from a released config and tokenizer."""
-    absent = [name for name in ("codebook_size", "num_vq_tokens") if not config.get(name)]
-    if absent:
-        raise ValueError(
-            f"{directory}/config.json: {', '.join(absent)} missing, so it is no MMaDA for images"
-        )
-    vocab = tokenizer.get_vocab()
-    ids = {keyword: next((vocab[n] for n in names if n in vocab), None) for keyword, names in SPECIAL.items()}
-    unknown = [" or ".join(SPECIAL[keyword]) for keyword, i in ids.items() if i is None]
-    if unknown:
-        raise ValueError(f"{directory}: the tokenizer has no {', no '.join(unknown)}")
-    sizes = {name: config[name] for name in ("codebook_size", "num_vq_tokens")}
-    return {"vq": RELEASED_VQ, "image_offset": len(tokenizer), **sizes, **ids}
-
-
-def load_vq(source: str, device: str):
-    """The image tokenizer that ``source`` names: MAGVITv2's directory or hub id, or one of models/tiny.py."""
-    if source.startswith("tiny"):
-        from models.tiny import load_vq
-
-        return load_vq(source)
-    from models.magvitv2 import MAGVITv2
-
-    return MAGVITv2.load(source, device=device)
+    @staticmethod
+    def sizes(length: int | None, max_prompt: int | None) -> dict:
+        return {"num_vq_tokens": length, "max_text": max_prompt}

@@ -1,13 +1,15 @@
 """URSA: images by uniform diffusion, a bidirectional Qwen3 with rotary positions in three axes."""
 
 import json
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from models import weights
-from models.llada import LlamaPolicy
+from models.ibq import IBQ
+from models.image import ImagePolicy
 from models.policy import Prompt
 
 PIXELS = 512  # side of the released IBQ512 images; --length gives another
@@ -22,19 +24,20 @@ SIZES = (
 )
 
 
-class URSA(LlamaPolicy):
+class URSA(ImagePolicy):
     """Images of L = T H W codes out of K; x_t holds codes, noise or not: there is no [M].
 
     The row is ``[pad..] text`` (``text_length`` positions; the padding is attended, as it was in training),
     the begin-of-visual token, then the codes, row by row. Position l - 1 predicts code l. Code k is row
     ``text_vocab`` + k of the embedding.
 
-    backbone: a ``Qwen3ForCausalLM`` whose ``lm_head`` has K rows, see ``qwen3``. vq: any object with
-    ``decode(codes [B, H, W]) -> uint8 [B, 3, h, w]`` and ``codebook`` [K, d]; for ``save`` also with a
-    ``save(path)``, or a ``source`` that begins with "tiny". path_settings: what the checkpoint says of its
-    path (``path``, ``alpha``, ``c``, ``power``, ``shift``), empty where it says nothing. codebook: of the
-    metric path, where it is not the vq's.
+    backbone: a ``Qwen3ForCausalLM`` whose ``lm_head`` has K rows, see ``qwen3``. vq: takes codes [B, H, W];
+    ``save`` needs its ``save(path)``, or a ``source`` that begins with "tiny". grid: T, H, W, None for the
+    released square. path_settings: what the checkpoint says of its path (``path``, ``alpha``, ``c``,
+    ``power``, ``shift``), empty where it says nothing.
     """
+
+    VQ = IBQ
 
     def __init__(
         self,
@@ -42,22 +45,21 @@ class URSA(LlamaPolicy):
         tokenizer,
         vq,
         *,
-        grid: tuple[int, int, int],
         bov_id: int,
         pad_id: int,
+        grid: tuple[int, int, int] | None = None,
         text_length: int = 320,
         text_vocab: int | None = None,
         path_settings: dict | None = None,
         codebook: Tensor | None = None,
     ) -> None:
-        super().__init__(backbone, tokenizer)
-        self.__dict__["vq"] = vq  # not a submodule: neither trained nor sharded
-        self.grid, self.length = tuple(grid), grid[0] * grid[1] * grid[2]
+        super().__init__(backbone, tokenizer, vq, codebook)
+        self.grid = tuple(grid or square((PIXELS // vq.stride) ** 2))
+        self.length = math.prod(self.grid)
         self.vocab_size = backbone.get_output_embeddings().out_features
         self.text_vocab = backbone.config.vocab_size - self.vocab_size if text_vocab is None else text_vocab
         self.bov_id, self.pad_id, self.text_length = bov_id, pad_id, text_length
         self.path_settings = dict(path_settings or {})
-        self.codebook = getattr(vq, "codebook", None) if codebook is None else codebook
         if self.codebook is not None and len(self.codebook) != self.vocab_size:
             raise ValueError(f"URSA: the head has {self.vocab_size} codes, the codebook {len(self.codebook)}")
         config, table = backbone.config, positions(text_length, self.grid)
@@ -70,36 +72,16 @@ class URSA(LlamaPolicy):
         states = self.backbone.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         return states[:, -1 - x_t.shape[1] : -1]
 
-    def head(self, h: Tensor) -> Tensor:
-        return self.backbone.get_output_embeddings()(h)
-
     def encode(self, texts: list[str]) -> Prompt:
         """Left-padded to text_length; a longer text keeps its head."""
-        ids = torch.full((len(texts), self.text_length), self.pad_id)
-        mask = torch.zeros_like(ids, dtype=torch.bool)
-        for i, text in enumerate(texts):
-            tokens = self.tokenizer(text)["input_ids"][: self.text_length]
-            ids[i, self.text_length - len(tokens) :] = torch.tensor(tokens, dtype=torch.long)
-            mask[i, self.text_length - len(tokens) :] = True
-        return Prompt(ids, mask).to(self.backbone.device)
-
-    def unconditional(self, prompt: Prompt) -> Prompt:
-        """The empty text."""
-        return self.encode([""])[[0] * len(prompt)].to(prompt.ids.device)
+        rows = [self.tokenizer(text)["input_ids"][: self.text_length] for text in texts]
+        return self.left_padded(rows, self.text_length)
 
     def decode(self, x_0: Tensor) -> Tensor:
         """codes [B, L] -> uint8 images [B, 3, h, w]; ValueError for more than one frame."""
         if self.grid[0] != 1:
             raise ValueError(f"URSA: a grid of {self.grid[0]} frames is a video, only images are decoded")
-        return self._vq(x_0.device).decode(x_0.view(len(x_0), *self.grid[1:]))
-
-    def respond(self, completions: list[Tensor] | Tensor) -> Tensor:
-        """uint8 images [3, h, w] -> codes [B, L]."""
-        device = self.backbone.device
-        return self._vq(device).encode(torch.stack(list(completions)).to(device)).flatten(1)
-
-    def _vq(self, device: torch.device):
-        return self.vq.to(device) if isinstance(self.vq, nn.Module) else self.vq
+        return super().decode(x_0.view(len(x_0), *self.grid[1:]))
 
     def settings(self) -> dict:
         names = ("grid", "bov_id", "pad_id", "text_length", "text_vocab", "path_settings")
@@ -142,43 +124,31 @@ class URSA(LlamaPolicy):
         (path / "model_index.json").write_text(json.dumps({"_class_name": "URSAPipeline"}))
         (path / "policy.json").write_text(json.dumps(settings, indent=1))
 
-    @classmethod
-    def load(
-        cls,
-        directory: Path,
-        *,
-        dtype: torch.dtype,
-        device: str,
-        length: int | None = None,
-        max_prompt: int | None = None,
-        vq: str | None = None,
-    ) -> "URSA":
-        """The released layout, ours or not. length: codes of a square image; max_prompt: text_length; vq: a
-        directory or hub id of another image tokenizer."""
+    @staticmethod
+    def read(directory: Path, dtype: torch.dtype, device: str) -> dict:
         from transformers import AutoTokenizer
 
-        released = weights.read_json(directory / "transformer/config.json")
         backbone = load_qwen3(directory / "transformer", dtype, device)
         tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
-        ours = directory / "policy.json"
-        settings = weights.read_json(ours) if ours.exists() else {}
-        settings.pop("kind", None)
-        source = settings.pop("vq", "vae")
-        vq = load_vq(vq or (source if source.startswith("tiny") else directory / source), device)
-        settings = {
-            "bov_id": released.get("bov_token_id", 151652),
-            "text_vocab": released["lm_vocab_size"],
-            "pad_id": tokenizer.pad_token_id,
-            "path_settings": scheduler_settings(directory / "scheduler"),
-        } | settings
-        if length or "grid" not in settings:
-            settings["grid"] = square(length or (PIXELS // vq.stride) ** 2)
-        settings |= {"text_length": max_prompt} if max_prompt else {}
-        table = directory / "scheduler/scheduler_model.pth"
+        table, codebook = directory / "scheduler/scheduler_model.pth", None
         if table.exists():
-            state = torch.load(table, map_location=device, weights_only=True)
-            settings["codebook"] = state["path.emb"].float()
-        return cls(backbone, tokenizer, vq, **settings)
+            codebook = torch.load(table, map_location=device, weights_only=True)["path.emb"].float()
+        return {"backbone": backbone, "tokenizer": tokenizer, "codebook": codebook}
+
+    @staticmethod
+    def released_settings(directory: Path, parts: dict) -> dict:
+        config = weights.read_json(directory / "transformer/config.json")
+        return {
+            "vq": "vae",
+            "bov_id": config.get("bov_token_id", 151652),
+            "text_vocab": config["lm_vocab_size"],
+            "pad_id": parts["tokenizer"].pad_token_id,
+            "path_settings": scheduler_settings(directory / "scheduler"),
+        }
+
+    @staticmethod
+    def sizes(length: int | None, max_prompt: int | None) -> dict:
+        return {"grid": length and square(length), "text_length": max_prompt}
 
 
 class Rotary(nn.Module):
@@ -252,17 +222,6 @@ def scheduler_settings(directory: Path) -> dict:
     released = weights.read_json(path)
     settings = {name: released[name] for name in ("alpha", "c", "shift") if released.get(name) is not None}
     return {"path": "metric" if "alpha" in settings else "mixture", "power": 1} | settings
-
-
-def load_vq(source: str | Path, device: str):
-    """An IBQ of a directory or hub id; ``tiny..``: one of models/tiny.py."""
-    if str(source).startswith("tiny"):
-        from models.tiny import load_vq
-
-        return load_vq(source)
-    from models.ibq import IBQ
-
-    return IBQ.load(source, device=device)
 
 
 def square(length: int) -> tuple[int, int, int]:

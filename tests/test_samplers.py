@@ -292,7 +292,7 @@ def codes(ids: torch.Tensor) -> torch.Tensor:
 
 
 def mmada(path, monkeypatch):
-    monkeypatch.setattr("models.mmada.load_vq", lambda source, device: None)
+    monkeypatch.setattr("models.mmada.MMaDA.load_vq", lambda source, device: None)
     config = json.loads(shared("golden/mmada_tiny/config.json").read_text())
     weights = load_file(shared("golden/mmada_tiny/model.safetensors"))
     return models.load(str(released_standins.mmada(path, config=config, weights=weights)), max_prompt=12)
