@@ -34,7 +34,7 @@ from run import Run
 
 RECIPES = [
     Recipe("^tiny", ("tiny-math",), ours=dict(iterations=4000)),
-    Recipe("^tiny", ("tiny-geneval",), ours=dict(iterations=3000, examples=16000)),
+    Recipe("^tiny", ("tiny-geneval",), ours=dict(iterations=3000, examples=16000, drop_prompt=0.1)),
 ]
 CACHE = Path("runs/pairs")  # codes of the pictures of --data
 DRAWS = 32  # Monte-Carlo draws of the held-out bound
@@ -242,6 +242,7 @@ def base(task: str, model: str, world: World, path: str | None = None, seed: int
     args = flags([*chosen, "--shard", "ddp" if world.size > 1 else "none"])
     pairs = world_of(task).base_rows(200, args.seed)
     kept = ("task", "model", "iterations", "batch", "lr", "weight_decay", "betas", "examples", "seed")
+    kept += ("drop_prompt",)
     config = {k: getattr(args, k) for k in kept} | tiny.SIZE | {"variants": variants_of(model)}
     config |= tiny.PATHS.get(path, {})
     data = [(p["prompt"], p["completion"]) for p in pairs]

@@ -67,9 +67,9 @@ TABLES = {
         "udm_grpo.py",
         "--task tiny-geneval",
         {
-            "naive (Flow-GRPO)": "--trajectory backward --action intermediate --cfg 1",
-            "+ clean action": "--trajectory backward --action clean --cfg 1",
-            "+ forward trajectory": "--trajectory forward --action clean --cfg 1",
+            "naive (Flow-GRPO)": "--trajectory backward --action intermediate --cfg 0.5",
+            "+ clean action": "--trajectory backward --action clean --cfg 0.5",
+            "+ forward trajectory": "--trajectory forward --action clean --cfg 0.5",
             "+ CFG-Free (UDM-GRPO)": "--trajectory forward --action clean --cfg 0",
         },
     ),
