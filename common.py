@@ -5,6 +5,8 @@ import hashlib
 import importlib.util
 import math
 import os
+import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,12 +19,26 @@ from torch.nn import functional as F
 
 
 def import_file(path: str, flag: str, name: str) -> ModuleType:
-    """A Python file of the user's that must define ``name``. ValueError, one sentence, where it does not."""
+    """A Python file of the user's that must define ``name``. ValueError, one sentence, where it does not.
+
+    It stands in sys.modules, where dataclasses and pickle look for it, under a name made of path and content:
+    it clashes with no other, and a file that is named twice is one module.
+    """
     if not os.path.isfile(path):
         raise ValueError(f"{flag} {path}: no such file")
-    spec = importlib.util.spec_from_file_location(os.path.basename(path)[:-3], path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with open(path, "rb") as f:
+        digest = hashlib.blake2b(os.path.realpath(path).encode() + f.read(), digest_size=8).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"file_{digest}", path)
+    module = sys.modules.get(spec.name)
+    if module is None:
+        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[spec.name]
+            lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == spec.origin]
+            line = lines[-1] if lines else getattr(error, "lineno", 1)  # a syntax error never ran
+            raise ValueError(f"{flag} {path}, line {line}: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{flag} {path}: defines no function {name!r}")
     return module

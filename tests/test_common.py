@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from common import (
     fading_keep,
     generator,
     group_advantage,
+    import_file,
     k3,
     log_likelihood,
     prompt_indices,
@@ -34,6 +37,46 @@ CAP = 0.999  # the public code never masks everything; ours does at j = mu
 
 def named(case):
     return case["name"]
+
+
+# ---- A file of the user's
+
+OWN = """
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Item:
+    names: list[str] = field(default_factory=list)
+
+
+def make():
+    return Item(["a"])
+"""
+
+
+def test_a_users_file_can_hold_what_needs_a_module_of_its_own(tmp_path):
+    """A dataclass with postponed annotations, and pickle; named twice, it is one module; its name, here that
+    of a module of Python's, stays free."""
+    (tmp_path / "json.py").write_text(OWN)
+    module = import_file(f"{tmp_path}/json.py", "--task", "make")
+    assert pickle.loads(pickle.dumps(module.make())) == module.make()
+    assert import_file(f"{tmp_path}/../{tmp_path.name}/json.py", "--reward", "Item") is module
+    assert sys.modules["json"] is json
+    (tmp_path / "json.py").write_text(OWN.replace('"a"', '"b"'))
+    assert import_file(f"{tmp_path}/json.py", "--task", "make").make().names == ["b"]
+
+
+@pytest.mark.parametrize("wrong", ["import nowhere_at_all", "1 / 0", "def f(:", "raise ValueError", "f = 1"])
+def test_a_users_file_that_fails_is_named_with_its_line(tmp_path, wrong):
+    file = tmp_path / "own.py"
+    file.write_text(f"x = 1\n{wrong}\n")
+    known = set(sys.modules)
+    with pytest.raises(ValueError, match="--task .*own.py(, line 2: |: defines no function 'f')"):
+        import_file(str(file), "--task", "f")
+    assert "=" in wrong or set(sys.modules) == known
 
 
 # ---- Masks
