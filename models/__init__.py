@@ -34,10 +34,14 @@ def load(
     a LoRA adapter names its base.
     length, max_prompt: None keeps what the checkpoint says. modality: "text" or "image", an error where the
     checkpoint cannot make it; MMaDA as released makes both, and None means image. vq: another image tokenizer
-    (directory or hub id) than the checkpoint's. ValueError, one sentence, where it cannot be loaded.
+    (directory or hub id) than the checkpoint's. A .py file says all of this itself. ValueError, one sentence,
+    where it cannot be loaded.
     """
     if str(name_or_path).endswith(".py"):
-        return import_file(name_or_path, "--model", "policy").policy().to(device, dtype).eval()
+        given = {"--length": length, "--max-prompt": max_prompt, "--vq": vq}
+        if given := [flag for flag, value in given.items() if value is not None]:
+            raise ValueError(f"{', '.join(given)}: --model {name_or_path} says it itself, in policy()")
+        return own(name_or_path).to(device, dtype).eval()
     directory = weights.find(name_or_path)
     sizes = dict(dtype=dtype, device=device, length=length, max_prompt=max_prompt)
     if (directory / "adapter_config.json").exists():
@@ -51,9 +55,25 @@ def load(
         raise ValueError(
             f"--model {name_or_path}: {kind} makes {MODALITY[kind]}, the task asks for {modality}"
         )
+    if vq is not None and MODALITY[kind] != "image":
+        raise ValueError(f"--vq {vq}: --model {name_or_path} makes text here, without an image tokenizer")
     options = {"vq": vq} if MODALITY[kind] == "image" else {}
     policy = getattr(importlib.import_module(f"models.{kind}"), CLASSES[kind])
     return policy.load(directory, **sizes, **options).eval()
+
+
+def own(path: str) -> "Policy":
+    """What ``policy()`` of a .py file gives; ValueError where that lacks what the scripts need."""
+    from models.policy import Policy
+
+    policy = import_file(path, "--model", "policy").policy()
+    if not isinstance(policy, Policy):
+        raise ValueError(f"--model {path}: policy() gives a {type(policy).__name__}, no models.policy.Policy")
+    absent = [name for name in ("length", "vocab_size") if not hasattr(policy, name)]
+    absent += [m for m in ("encode", "decode", "save") if getattr(type(policy), m) is getattr(Policy, m)]
+    if absent:
+        raise ValueError(f"--model {path}: {type(policy).__name__} lacks {', '.join(absent)}")
+    return policy
 
 
 def kind_of(directory: Path) -> str:

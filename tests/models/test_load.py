@@ -69,6 +69,48 @@ def test_a_task_of_another_modality_is_refused(released):
         models.load(released, modality="image")
 
 
+OWN = """
+from models.policy import Policy
+
+class Mine(Policy):
+    length, vocab_size = 4, 12
+    def encode(self, texts): ...
+    def decode(self, x_0): ...
+    def save(self, path, state=None): ...
+
+def policy():
+    return Mine()
+"""
+
+
+def test_flags_that_a_file_of_ones_own_would_not_see_are_refused(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    assert models.load(str(file)).length == 4
+    for given in ("length", "max_prompt", "vq"):
+        with pytest.raises(ValueError, match=f"--{given.replace('_', '-')}: --model .*own.py says it itself"):
+            models.load(str(file), **{given: 8})
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("return Mine()", "return None", "gives a NoneType, no models.policy.Policy"),
+        ("length, vocab_size = 4, 12", "length = 4", "Mine lacks vocab_size"),
+        ("    def save(self, path, state=None): ...", "", "Mine lacks save"),
+    ],
+)
+def test_a_file_of_ones_own_must_hold_what_the_scripts_need(tmp_path, old, new, message):
+    (tmp_path / "own.py").write_text(OWN.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        models.load(f"{tmp_path}/own.py")
+
+
+def test_an_image_tokenizer_for_text_is_refused(released):
+    with pytest.raises(ValueError, match="--vq x/y: --model .* makes text here"):
+        models.load(released, vq="x/y")
+
+
 @pytest.mark.parametrize(
     "name, damage, message",
     [
