@@ -15,6 +15,7 @@ from torch import nn
 
 from common import World
 from flags import describe
+from models.weights import read_json
 
 # ---- Directory and log
 
@@ -50,7 +51,7 @@ class Run:
             (self.dir / "samples").mkdir(parents=True, exist_ok=True)
             config = {k: v for k, v in vars(args).items() if k not in ("resume", "source")}
             if holds_run and args.resume:
-                warn_if_changed(json.loads((self.dir / "config.json").read_text()), config)
+                warn_if_changed(read_json(self.dir / "config.json"), config)
             write_atomically(self.dir / "config.json", json.dumps(config, indent=1))
             for log in ("metrics.jsonl", "eval.jsonl"):
                 cut_back(self.dir / log, self.step)
@@ -98,8 +99,7 @@ class Run:
 
     def scores(self) -> list[dict]:
         """The lines of eval.jsonl so far."""
-        path = self.dir / "eval.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_log(self.dir / "eval.jsonl")
 
     def iterations(self):
         """Yield the iterations left, with a progress bar; save when one is done and a checkpoint is due."""
@@ -139,7 +139,7 @@ class Run:
         store(policy, self.dir / "model", self.args, self.world)
         if self.world.rank:
             return
-        config = json.loads((self.dir / "config.json").read_text())
+        config = read_json(self.dir / "config.json")
         training = {"step": self.step, "config_hash": config_hash(config), "config": config}
         training |= {"scores": [s for s in self.scores() if s["step"] == self.step]}
         for model in (self.dir / name for name in ("model", "llada")):
@@ -223,18 +223,26 @@ def config_hash(config: dict) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def cut_back(path: Path, step: int) -> None:
-    """Drop the lines after ``step``, and a last line that was cut off by a kill."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
+def read_log(path: Path) -> list[dict]:
+    """The rows of metrics.jsonl or eval.jsonl, none where there is no file; a last line that was cut off by
+    a kill is left out. ValueError, naming file and line, for damage elsewhere."""
+    rows = []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            break
-    write_atomically(path, "".join(kept))
+            row = json.loads(line)
+            rows.append(row | {"step": int(row["step"])})
+        except (ValueError, TypeError, KeyError):
+            if number < len(lines):
+                raise ValueError(f"{path}:{number}: a damaged line of the log; take it out") from None
+    return rows
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the rows after ``step``, and a last line that was cut off by a kill."""
+    if path.exists():
+        kept = [json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= step]
+        write_atomically(path, "".join(kept))
 
 
 def warn_if_changed(old: dict, new: dict) -> None:
@@ -295,23 +303,48 @@ def save_checkpoint(
     if world.rank == 0:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
-        for old in sorted(p for p in root.iterdir() if p.suffix != ".tmp")[:-2]:
-            shutil.rmtree(old)
+        found = whole_checkpoints(directory)
+        for old in sorted(found)[:-2]:
+            shutil.rmtree(found[old])
     world.barrier()
 
 
 def load_checkpoint(path: Path, state: dict, optimizer: torch.optim.Optimizer) -> None:
-    """Fill the tensors of ``state`` and the optimizer in place."""
+    """Fill the tensors of ``state`` and the optimizer in place. ValueError where the checkpoint is damaged
+    or of other flags."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    moments = optimizer_state(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load({**state, "optimizer": moments}, checkpoint_id=path, no_dist=not dist.is_initialized())
+    state = {**state, "optimizer": optimizer_state(optimizer)}
+    shapes = {f"{part}.{name}": t.shape for part, held in state.items() for name, t in held.items()}
+    try:
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        stored = {name: getattr(tensor, "size", None) for name, tensor in stored.items()}
+        others = [name for name, shape in shapes.items() if stored.get(name) != shape]
+        if not others:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    except (Exception, CheckpointException) as error:  # of whatever kind: pickle, zip, a missing file
+        failures = getattr(error, "failures", None) or {0: (error, None)}
+        reason = str(next(iter(failures.values()))[0]).split("\n")[0]
+        raise ValueError(
+            f"--resume: {path} cannot be read ({reason}): remove it, and --resume goes on from the one before"
+        ) from error
+    if others:
+        raise ValueError(
+            f"--resume: {path} was saved with other flags, such as --model or --lora-rank: it holds no "
+            f"{others[0]} of shape {tuple(shapes[others[0]])}"
+        )
+
+
+def whole_checkpoints(directory: Path) -> dict[int, Path]:
+    """``checkpoints/step_<n>`` by n; what is half-written or has another name is passed over."""
+    found = {p.name.removeprefix("step_"): p for p in (directory / "checkpoints").glob("step_*")}
+    return {int(n): path for n, path in found.items() if n.isdigit()}
 
 
 def newest_checkpoint(directory: Path) -> tuple[int, Path | None]:
     """(step, path) of the newest whole checkpoint; (0, None) where a run was killed before its first."""
-    found = sorted(p for p in (directory / "checkpoints").glob("step_*") if p.suffix != ".tmp")
-    return (int(found[-1].name.removeprefix("step_")), found[-1]) if found else (0, None)
+    return max(whole_checkpoints(directory).items(), default=(0, None))

@@ -18,6 +18,7 @@ from torch import Tensor
 import rebrl
 import samplers
 from common import generator, times
+from eval.report import picture
 
 NAMES = {"none": "none (UniGRPO)", "first": "first order", "second": "second order", "token": "token (RebRL)"}
 
@@ -136,7 +137,7 @@ def main(argv: list[str]) -> None:
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, default=Path("credit.png"), help="the picture to write")
+    parser.add_argument("--out", type=picture, default="credit.png", help="the picture to write")
     parser.add_argument("--no-rollouts", action="store_true", help="the weights alone: no model is loaded")
     own, rest = parser.parse_known_args(argv)
     args = rebrl.flags(["--mu", "8", *rest])

@@ -7,23 +7,27 @@ eval.report udm RUN...`` the diagnostics of UDM-GRPO (eval/udm_diagnostics.py).
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 
+from flags import one_sentence
+from models.weights import read_json
+from run import read_log
+
 NOT_COMPARED = {"seed", "out", "track", "dry_run", "resume"}  # flags in which runs of one line may differ
 
 
 def read(run: Path) -> tuple[dict, list[dict], list[dict]]:
-    """(config, metrics, scores) of a run directory; ValueError where it holds none."""
+    """(config, metrics, scores) of a run directory; ValueError where it holds none, or damaged ones."""
     if not (run / "config.json").exists():
         raise ValueError(f"{run}: no run in there (config.json is missing)")
-    lines = [
-        [json.loads(line) for line in (run / name).read_text().splitlines()] if (run / name).exists() else []
-        for name in ("metrics.jsonl", "eval.jsonl")
-    ]
-    return json.loads((run / "config.json").read_text()), *lines
+    config = read_json(run / "config.json")
+    if not {"name", "seed"} <= config.keys():
+        raise ValueError(f"{run}: no run in there (config.json is of something else)")
+    return config, read_log(run / "metrics.jsonl"), read_log(run / "eval.jsonl")
 
 
 def groups(runs: list[Path]) -> dict[str, list[Path]]:
@@ -47,7 +51,7 @@ def series(runs: list[Path], key: str, mode: str | None = None) -> tuple[np.ndar
     tables = []
     for run in runs:
         _, metrics, scores = read(run)
-        rows = [r for r in scores if r["mode"] == mode] if mode else metrics
+        rows = [r for r in scores if r.get("mode") == mode] if mode else metrics
         tables.append({r["step"]: r[key] for r in rows if key in r})
     steps = sorted(set.intersection(*(set(t) for t in tables)))
     return np.array(steps), np.array([[t[s] for s in steps] for t in tables])
@@ -61,8 +65,9 @@ PANELS = {
 }
 
 
-def draw(named: dict[str, list[Path]], path: Path) -> None:
-    """A PNG of the panels for which there are numbers: a line a group, with a band over its seeds."""
+def draw(named: dict[str, list[Path]], path: Path) -> bool:
+    """A PNG of the panels for which there are numbers: a line a group, with a band over its seeds. False
+    where there are none, and nothing is drawn."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,7 +92,7 @@ def draw(named: dict[str, list[Path]], path: Path) -> None:
         ]
     found = {title: lines for title, lines in found.items() if any(len(line[3]) for line in lines)}
     if not found:
-        return
+        return False
     figure, axes = plt.subplots(1, len(found), figsize=(4.2 * len(found), 3.4), squeeze=False)
     for axis, (title, lines) in zip(axes[0], found.items(), strict=True):
         for label, colour, style, steps, values in lines:
@@ -100,6 +105,7 @@ def draw(named: dict[str, list[Path]], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+    return True
 
 
 def components(run: Path) -> list[str]:
@@ -127,6 +133,18 @@ def table(named: dict[str, list[Path]]) -> str:
     return "\n".join(lines)
 
 
+def picture(name: str) -> Path:
+    """The file of a figure, as argparse's type: its directory is made; what cannot be written is refused."""
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{error.filename}: {error.strerror}") from None
+    if path.suffix != ".png" or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{name}: must be a .png in a directory that can be written to")
+    return path
+
+
 def spread(values: np.ndarray) -> str:
     mean = f"{values.mean():.3f}"
     return mean if len(values) == 1 else f"{mean} ({values.min():.3f}-{values.max():.3f})"
@@ -145,15 +163,12 @@ def main() -> None:
         "eval.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
-    parser.add_argument("--out", type=Path, default=Path("curve.png"), help="the picture to write")
+    parser.add_argument("--out", type=picture, default="curve.png", help="the picture to write")
     args = parser.parse_args()
-    try:
+    with one_sentence():
         named = groups(args.runs)
-    except ValueError as error:
-        sys.exit(str(error))
     print(table(named))
-    draw(named, args.out)
-    print(f"curves: {args.out}")
+    print(f"curves: {args.out}" if draw(named, args.out) else "no curves: the logs are empty so far")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ states are noised clean samples, and noise brings distributions closer: they are
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 
 from common import World, generator
-from eval.report import groups, read, series, spread
+from eval.report import groups, picture, read, series, spread
+from flags import one_sentence
 
 TRAJECTORIES = ("backward", "forward")
 PICTURES = 2000  # of the base's training data, for its share of pairs
@@ -186,14 +186,15 @@ def main(argv: list[str]) -> None:
         "eval.report udm", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run directories of udm_grpo.py")
-    parser.add_argument("--out", type=Path, default=Path("udm.png"), help="the picture to write")
+    parser.add_argument("--out", type=picture, default="udm.png", help="the picture to write")
     args = parser.parse_args(argv)
-    try:
+    with one_sentence():
         named = groups(args.runs)
         if strangers := [str(run) for run in args.runs if read(run)[0]["name"] != "udm_grpo"]:
             raise ValueError(f"{', '.join(strangers)}: no run of udm_grpo.py")
-    except ValueError as error:
-        sys.exit(str(error))
+        for name, of_name in named.items():
+            if not len(series(of_name, "kl_token")[0]):
+                raise ValueError(f"{name}: no iteration is logged that all {len(of_name)} of its runs have")
     print(table(named))
     draw(named, args.out)
     print(f"figure: {args.out}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,9 +137,50 @@ def test_killed_run_resumes_to_the_same_weights(base, straight, tmp_path):
 
 
 def test_half_written_checkpoint_is_passed_over(tmp_path):
-    for name in ("step_000002", "step_000004.tmp"):
+    for name in ("step_000002", "step_000004.tmp", "step_000006_old"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert run_module.newest_checkpoint(tmp_path)[0] == 2
+    (tmp_path / "checkpoints/step_1000000").mkdir()
+    assert run_module.newest_checkpoint(tmp_path)[0] == 1000000
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("file", ["*.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, lambda path: path.write_bytes(b"0" * 5000)])
+def test_damaged_checkpoint_is_named_and_once_removed_the_one_before_serves(
+    base, straight, tmp_path, file, damage
+):
+    out = shutil.copytree(straight, tmp_path / "run")
+    newest = out / "checkpoints/step_000004"
+    damage(next(newest.glob(file)))
+    with pytest.raises(SystemExit, match=f"--resume: {newest} cannot be read .*: remove it, and --resume"):
+        maskgrpo.main(arguments(base, out, "--resume"))
+    shutil.rmtree(newest)
+    maskgrpo.main(arguments(base, out, "--resume"))
+    assert_equal(weights(out), weights(straight))
+
+
+def test_checkpoint_of_other_flags_is_refused(base, straight, tmp_path):
+    out = shutil.copytree(straight, tmp_path / "run")
+    with (
+        pytest.warns(UserWarning, match="--lora-rank was 0, is now 2"),
+        pytest.raises(SystemExit, match="step_000004 was saved with other flags, such as --model or --lora"),
+    ):
+        maskgrpo.main(arguments(base, out, "--resume", "--lora-rank", "2"))
+
+
+def test_log_is_read_up_to_a_line_that_a_kill_cut_off_and_other_damage_is_named(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    assert run_module.read_log(log) == []
+    log.write_text('{"step": 1, "kl": 0.5}\n{"step": 2, "k')
+    assert run_module.read_log(log) == [{"step": 1, "kl": 0.5}]
+    for damaged in ('{"step": 1, "k', "[1]", '{"kl": 0.5}', '{"step": null}', "\x00\x00", ""):
+        log.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
+        with pytest.raises(ValueError, match="metrics.jsonl:2: a damaged line"):
+            run_module.read_log(log)
 
 
 def test_two_processes_give_the_weights_of_one(base, tmp_path):
