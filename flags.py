@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import uniform_path
+from common import MixturePath, uniform_path
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,16 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
 
 
 def script_parser(name: str, doc: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(name, f"python {name} [flags]", doc, formatter_class=Help)
+    return argparse.ArgumentParser(
+        name, f"python {name} [flags]", doc, formatter_class=Help, allow_abbrev=False
+    )
 
 
 def run_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that the scripts share, same name, same meaning: this and the three functions below."""
     g = parser.add_argument_group("what to train")
     g.add_argument("--model", default="tiny", help="tiny: the built-in base; else a hub id or a directory")
+    g.add_argument("--vq", help="image tokenizer in place of the checkpoint's: a hub id or a directory")
     g.add_argument(
         "--task", default="tiny-math", help="prompts and reward: a name, or a .py file of your own"
     )
@@ -138,11 +141,13 @@ def path_flags(parser: argparse.ArgumentParser, kinds: tuple[str, ...]) -> None:
 
 def path_of(args: argparse.Namespace, policy) -> tuple:
     """(path, shift) of uniform diffusion: the flags given, else the checkpoint's; ValueError where neither
-    says it. The policy notes what was given, so that it is stored with the path it was trained on."""
-    given = {"path": args.path, "alpha": args.path_alpha, "c": args.path_c, "power": args.distance_power}
-    given = {name: value for name, value in (given | {"shift": args.shift}).items() if value is not None}
-    found = uniform_path(policy, **given)
-    policy.path_settings = getattr(policy, "path_settings", {}) | given
+    says it. The policy notes what was asked, so that it is stored with the path it was trained on."""
+    asked = {"path": args.path, "alpha": args.path_alpha, "c": args.path_c, "power": args.distance_power}
+    asked = {name: value for name, value in (asked | {"shift": args.shift}).items() if value is not None}
+    found = uniform_path(policy, **asked)
+    if isinstance(found[0], MixturePath):
+        refuse(args, ("path_alpha", "path_c", "distance_power"), "on the mixture path")
+    policy.path_settings = getattr(policy, "path_settings", {}) | asked
     return found
 
 
@@ -157,12 +162,14 @@ def parse(
     parser.set_defaults(**recipe.paper, **recipe.ours)
     args = parser.parse_args(argv)
     unset = argparse.Namespace(**dict.fromkeys(vars(args)))  # argparse sets no default where there is a value
-    given = {k for k, v in vars(parser.parse_args(argv, unset)).items() if v is not None}
+    typed = {k for k, v in vars(parser.parse_args(argv, unset)).items() if v is not None}
     source = dict.fromkeys(vars(args), "default") | dict.fromkeys(recipe.paper, "paper")
-    args.source = source | dict.fromkeys(recipe.ours, "ours") | dict.fromkeys(given, "command line")
+    args.source = source | dict.fromkeys(recipe.ours, "ours") | dict.fromkeys(typed, "command line")
     args.name = Path(parser.prog).stem
-    if args.shard is None:
-        args.shard = "ddp" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "none"
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    args.shard = args.shard or ("none" if alone else "ddp")
+    if args.shard == "none" and not alone:
+        parser.error("--shard none: accepted under torchrun are ddp, fsdp")
     check_ranges(parser, args)
     if args.dry_run:
         from memory import table
@@ -186,19 +193,46 @@ RANGES = {  # flag -> least and largest value
     **dict.fromkeys(("length", "max_prompt", "batch", "examples"), (1, math.inf)),
     **dict.fromkeys(("lr", "beta", "temperature", "weight_decay", "warmup", "ref_every"), (0, math.inf)),
     **dict.fromkeys(("lora_rank", "eval_every", "save_every", "eval_prompts", "cfg"), (0, math.inf)),
-    **dict.fromkeys(("prompt_mask", "drop_prompt", "cfg_until", "eps"), (0, 1)),
-    "grad_clip": (1e-8, math.inf),
+    **dict.fromkeys(("prompt_mask", "drop_prompt", "cfg_until", "eps", "betas"), (0, 1)),
+    **dict.fromkeys(("grad_clip", "lora_alpha", "path_alpha", "path_c", "shift"), (1e-8, math.inf)),
+    "block": (1, math.inf),
+    "seed": (0, 2**32 - 1),
     "group_size": (2, math.inf),  # an advantage compares the completions of one prompt
+}
+IDLE = {  # flag -> another, and its values at which the flag has no effect
+    "lora_alpha": ("lora_rank", (0,)),
+    "ref_every": ("beta", (0,)),
+    "cfg_until": ("cfg", (0,)),
+    "block": ("sampler", ("maskgit", "emerge")),
+    "eos_rule": ("sampler", ("maskgit", "emerge")),
+    "schedule": ("sampler", ("semi_autoregressive",)),
 }
 
 
 def check_ranges(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with one sentence where a flag is out of its range."""
+    """End with one sentence where a flag is out of its range, or would be ignored."""
     for flag, (least, largest) in RANGES.items():
-        value = getattr(args, flag, None)
-        if value is not None and not (least <= value <= largest and value < math.inf):
-            within = f"at least {least}" if largest == math.inf else f"from {least} to {largest}"
-            parser.error(f"--{flag.replace('_', '-')} {value}: must be a number, {within}")
+        values = getattr(args, flag, None)
+        for value in values if isinstance(values, list | tuple) else [values]:
+            if value is not None and not (least <= value <= largest and value < math.inf):
+                within = f"at least {least}" if largest == math.inf else f"from {least} to {largest}"
+                parser.error(f"--{flag.replace('_', '-')} {value}: must be a number, {within}")
+    for flag, (other, idle) in IDLE.items():
+        if flag in given(args) and getattr(args, other, None) in idle:
+            with_ = f"--{other.replace('_', '-')} {getattr(args, other)}"
+            parser.error(f"--{flag.replace('_', '-')}: no effect with {with_}")
+
+
+def given(args: argparse.Namespace) -> set[str]:
+    """The flags that stand on the command line; none where ``parse`` did not make ``args``."""
+    return {k for k, source in vars(args).get("source", {}).items() if source == "command line"}
+
+
+def refuse(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    """ValueError where one of these flags, which would have no effect, stands on the command line."""
+    idle = [f"--{name.replace('_', '-')}" for name in names if name in given(args)]
+    if idle:
+        raise ValueError(f"{', '.join(idle)}: no effect {why}")
 
 
 def describe(args: argparse.Namespace) -> str:
@@ -219,5 +253,7 @@ def one_sentence():
 
     try:
         yield
-    except (ValueError, ImportError, RewardServersDown) as error:
+    except (ValueError, ImportError, OSError, RewardServersDown) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # in place of [Errno 13]
+            error = f"{error.filename}: {error.strerror}"
         sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")

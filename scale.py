@@ -69,8 +69,8 @@ def load_policy(args, world: World, task) -> tuple:
         )
 
     def load(held: torch.dtype):
-        sizes = dict(length=args.length, max_prompt=args.max_prompt, modality=task.modality)
-        return models.load(str(path), dtype=held, device=str(world.device), **sizes)
+        chosen = dict(length=args.length, max_prompt=args.max_prompt, modality=task.modality, vq=args.vq)
+        return models.load(str(path), dtype=held, device=str(world.device), **chosen)
 
     policy, reference = load(dtype if args.lora_rank else torch.float32), None
     backbone = getattr(policy, "backbone", None)
@@ -78,8 +78,7 @@ def load_policy(args, world: World, task) -> tuple:
         raise ValueError(
             f"--model {path}: --lora-rank, --shard fsdp and --grad-checkpoint need policy.backbone"
         )
-    if args.export and type(backbone).__name__ != "LlamaForCausalLM":
-        raise ValueError(f"--export {args.export}: {type(policy).__name__} has another layout")
+    check_export(policy, args)
     if args.lora_rank:
         add_adapter(policy, str(path), args)
         reference = AdapterReference(policy) if args.beta else None
@@ -98,6 +97,12 @@ def load_policy(args, world: World, task) -> tuple:
         if sharded:
             shard(reference.policy, dtype, world)
     return policy, reference
+
+
+def check_export(policy, args) -> None:
+    """Raises ValueError where the model cannot be stored as --export asks."""
+    if args.export and type(getattr(policy, "backbone", None)).__name__ != "LlamaForCausalLM":
+        raise ValueError(f"--export {args.export}: {type(policy).__name__} has another layout")
 
 
 def add_adapter(policy, path: str, args) -> None:

@@ -29,13 +29,24 @@ import torch
 from torch import Tensor
 
 from common import World, elbo, generator, log_likelihood, path_times, start_processes
-from flags import Recipe, one_sentence, parse, path_flags, path_of, run_flags, scale_flags, script_parser
+from flags import (
+    Recipe,
+    one_sentence,
+    parse,
+    path_flags,
+    path_of,
+    refuse,
+    run_flags,
+    scale_flags,
+    script_parser,
+)
 from run import Run
 
 RECIPES = [
     Recipe("^tiny", ("tiny-math",), ours=dict(iterations=4000)),
     Recipe("^tiny", ("tiny-geneval",), ours=dict(iterations=3000, examples=16000, drop_prompt=0.1)),
 ]
+BIG = ("lora_rank", "lora_alpha", "dtype", "grad_checkpoint", "length", "max_prompt", "vq")  # of --model
 CACHE = Path("runs/pairs")  # codes of the pictures of --data
 DRAWS = 32  # Monte-Carlo draws of the held-out bound
 
@@ -84,6 +95,7 @@ def objective(args: argparse.Namespace, policy) -> tuple[Callable, Callable]:
     Raises ValueError where --path is not what the model is made for.
     """
     if policy.mask_id is not None and args.path in (None, "mask"):
+        refuse(args, ("path_alpha", "path_c", "distance_power", "shift"), "on masked diffusion")
         return forward_process, partial(elbo, policy)
     if policy.mask_id is not None or args.path == "mask":
         kind = "uniform" if policy.mask_id is None else "masked"
@@ -160,11 +172,17 @@ def load(args: argparse.Namespace, world: World, task) -> tuple:
     from eval.jsonl import read_jsonl
     from eval.pairs import load_pairs
     from models import tiny
-    from scale import load_policy
+    from scale import check_export, load_policy
 
+    refuse(args, ("reward", "reward_normalize", "strict", "eval_every"), "in sft.py, which has no rollouts")
+    if args.data:
+        refuse(args, ("examples", "eval_prompts"), "with --data")
     if args.model.split(":")[0] == "tiny":
+        idle = (*BIG, "shard") if args.shard == "fsdp" else BIG
+        refuse(args, idle, f"with --model {args.model}, which is made here, small, and trained whole")
         policy = tiny.build(args.task, args.seed, variants_of(args.model), args.path or "mask")
         policy.to(world.device)
+        check_export(policy, args)
     elif args.data:
         args.beta = 0.0  # no reference
         policy = load_policy(args, world, task)[0]
@@ -239,7 +257,7 @@ def base(task: str, model: str, world: World, path: str | None = None, seed: int
     from models import tiny
 
     chosen = ["--task", task, "--model", model, "--seed", str(seed), *(["--path", path] if path else [])]
-    args = flags([*chosen, "--shard", "ddp" if world.size > 1 else "none"])
+    args = flags(chosen)
     pairs = world_of(task).base_rows(200, args.seed)
     kept = ("task", "model", "iterations", "batch", "lr", "weight_decay", "betas", "examples", "seed")
     kept += ("drop_prompt",)

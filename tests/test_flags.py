@@ -39,6 +39,14 @@ def base(tmp_path_factory) -> Path:
         ("--resume", "--resume:"),
         ("--cfg 1 --cfg-until 0.5 --score guided", "--score guided: with --cfg-until 1 only"),
         ("--protocol d1", "--protocol d1: tiny-math has none"),
+        ("--betas 0.9 nan", "--betas nan: must be a number, from 0 to 1"),
+        ("--seed -1", "--seed -1: must be a number, from 0 to"),
+        ("--lora-alpha 8", "--lora-alpha: no effect with --lora-rank 0"),
+        ("--beta 0 --ref-every 8", "--ref-every: no effect with --beta 0"),
+        ("--schedule linear", "--schedule: no effect with --sampler semi_autoregressive"),
+        ("--vq nowhere/at-all", "--vq nowhere/at-all: --model"),
+        ("--iter 3", "unrecognized arguments: --iter"),
+        ("--out flags.py", "flags.py"),
     ],
 )
 def test_wrong_flag_ends_in_one_sentence_that_names_it(base, tmp_path, capsys, wrong, says):
@@ -47,6 +55,21 @@ def test_wrong_flag_ends_in_one_sentence_that_names_it(base, tmp_path, capsys, w
     said = f"{stopped.value} {capsys.readouterr().err}"
     assert says in said and "Traceback" not in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_one_process_of_many_without_an_exchange_of_gradients_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert maskgrpo.flags([]).shard == "ddp"
+    with pytest.raises(SystemExit):
+        maskgrpo.flags(["--shard", "none"])
+    assert "--shard none: accepted under torchrun are ddp, fsdp" in capsys.readouterr().err
+
+
+def test_image_tokenizer_of_the_flag_is_the_one_that_is_loaded(tmp_path):
+    tiny.build("tiny-geneval").save(tmp_path / "model")
+    argv = f"--model {tmp_path}/model --task tiny-geneval --vq ./nowhere --out {tmp_path}/run"
+    with pytest.raises(SystemExit, match="--vq ./nowhere: no such directory"):
+        maskgrpo.main(argv.split())
 
 
 def test_help_names_the_symbols_and_loads_no_model_class():

@@ -118,6 +118,14 @@ def test_what_cannot_be_trained_is_one_sentence(tmp_path, llada, pairs):
         (f"--model {llada}", "--model .*: add --data"),
         (f"--data {pairs} --task tiny-geneval", "row 1: no picture"),
         ("--task gsm8k", "only for tiny-math and tiny-geneval"),
+        ("--lora-rank 4 --length 8", "--lora-rank, --length: no effect with --model tiny"),
+        ("--shard fsdp", "--shard: no effect with --model tiny"),
+        ("--vq x/y", "--vq: no effect with --model tiny"),
+        ("--reward correct", "--reward: no effect in sft.py"),
+        ("--path-c 2", "--path-c: no effect on masked diffusion"),
+        ("--task tiny-geneval --path mixture --path-c 2", "--path-c: no effect on the mixture path"),
+        ("--task tiny-geneval --path metric --export llada", "--export llada: URSA has another layout"),
+        (f"--model {llada} --data {pairs} --examples 9", "--examples: no effect with --data"),
     ):
         with pytest.raises(SystemExit, match=message):
             sft.main(["--out", f"{tmp_path}/run", "--iterations", "1", *argv.split()])
