@@ -166,8 +166,9 @@ class Run:
         norm = nn.utils.clip_grad_norm_(parameters, self.args.grad_clip)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # --shard fsdp
         if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient is not finite in iteration {self.step + 1}: nothing of it was saved"
+            raise SystemExit(
+                f"the gradient is not finite in iteration {self.step + 1}: nothing of it was saved; with a "
+                "smaller --lr, --resume goes on from the last checkpoint"
             )
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()

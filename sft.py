@@ -195,12 +195,17 @@ def load(args: argparse.Namespace, world: World, task) -> tuple:
         texts, x_0 = load_pairs(args.data, policy, CACHE)
     else:
         pairs = world_of(args.task).base_rows(args.examples, args.seed) if not args.data else None
-        pairs = pairs or read_jsonl(args.data, ("prompt", "completion"))
+        pairs = pairs or read_jsonl(args.data, ("prompt", "completion"), check_texts)
         texts, completions = ([pair[k] for pair in pairs] for k in ("prompt", "completion"))
         x_0 = torch.cat([policy.respond(completions[i : i + 512]) for i in range(0, len(pairs), 512)])
     if len(texts) < 2:
         raise ValueError(f"--data {args.data}: at least two pairs are needed, one is held out")
     return policy, texts, x_0
+
+
+def check_texts(pair: dict) -> None:
+    if not all(isinstance(pair[name], str) for name in ("prompt", "completion")):
+        raise ValueError("prompt and completion must be texts")
 
 
 def score(policy, task, args: argparse.Namespace, world: World) -> None:
@@ -242,7 +247,7 @@ def variants_of(model: str) -> int:
     name, _, variants = model.partition(":")
     from models.tiny import VARIANTS
 
-    if name != "tiny" or not (variants or "1").isdigit():
+    if name != "tiny" or not (variants or "1").isdigit() or variants == "0":
         raise ValueError(
             f"--model {model}: accepted are tiny, tiny:<shades of a patch>, a hub id, a directory"
         )

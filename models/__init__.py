@@ -37,13 +37,24 @@ def load(
     (directory or hub id) than the checkpoint's. A .py file says all of this itself. ValueError, one sentence,
     where it cannot be loaded.
     """
+    sizes = dict(dtype=dtype, device=device, length=length, max_prompt=max_prompt)
+    try:
+        return opened(name_or_path, sizes, modality, vq)
+    except (ValueError, ImportError, RuntimeError):
+        raise
+    except Exception as error:  # what a library says of a file that it cannot read
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--model {name_or_path}: cannot be loaded ({reason})") from error
+
+
+def opened(name_or_path: str, sizes: dict, modality: str | None, vq: str | None) -> "Policy":
+    """``load`` but for what a library raises; ``sizes``: its first four options."""
     if str(name_or_path).endswith(".py"):
-        given = {"--length": length, "--max-prompt": max_prompt, "--vq": vq}
+        given = {"--length": sizes["length"], "--max-prompt": sizes["max_prompt"], "--vq": vq}
         if given := [flag for flag, value in given.items() if value is not None]:
             raise ValueError(f"{', '.join(given)}: --model {name_or_path} says it itself, in policy()")
-        return own(name_or_path).to(device, dtype).eval()
+        return own(name_or_path).to(sizes["device"], sizes["dtype"]).eval()
     directory = weights.find(name_or_path)
-    sizes = dict(dtype=dtype, device=device, length=length, max_prompt=max_prompt)
     if (directory / "adapter_config.json").exists():
         from models import lora
 

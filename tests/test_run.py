@@ -216,7 +216,7 @@ def test_gradient_that_is_not_finite_stops_before_it_is_stepped_or_saved(base, t
     reward.write_text(f"import numpy as np\n\ndef huge(rows, completions):\n    return {huge}\n")
     out = tmp_path / "run"
     args = [a.replace(str(base) + "/reward.py:sevens", f"{reward}:huge") for a in arguments(base, out)]
-    with pytest.raises(FloatingPointError, match="not finite in iteration 1"):
+    with pytest.raises(SystemExit, match="not finite in iteration 1"):
         maskgrpo.main([*args, "--adv-std", "none", "--lr", "1e30", "--grad-clip", "1e38", "--beta", "0"])
     assert run_module.newest_checkpoint(out) == (0, None)
 

@@ -114,6 +114,7 @@ def test_a_model_is_trained_on_pairs_of_ones_own_and_stored(tmp_path, llada, pai
 
 
 def test_what_cannot_be_trained_is_one_sentence(tmp_path, llada, pairs):
+    (tmp_path / "numbers.jsonl").write_text('{"prompt": "1 + 1", "completion": 2}')
     for argv, message in (
         (f"--model {llada}", "--model .*: add --data"),
         (f"--data {pairs} --task tiny-geneval", "row 1: no picture"),
@@ -122,6 +123,11 @@ def test_what_cannot_be_trained_is_one_sentence(tmp_path, llada, pairs):
         ("--shard fsdp", "--shard: no effect with --model tiny"),
         ("--vq x/y", "--vq: no effect with --model tiny"),
         ("--reward correct", "--reward: no effect in sft.py"),
+        (
+            f"--model {llada} --data {tmp_path}/numbers.jsonl",
+            "numbers.jsonl:1: prompt and completion must be",
+        ),
+        ("--model tiny:0", "--model tiny:0: accepted are"),
         ("--path-c 2", "--path-c: no effect on masked diffusion"),
         ("--task tiny-geneval --path mixture --path-c 2", "--path-c: no effect on the mixture path"),
         ("--task tiny-geneval --path metric --export llada", "--export llada: URSA has another layout"),

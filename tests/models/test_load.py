@@ -98,6 +98,7 @@ def test_flags_that_a_file_of_ones_own_would_not_see_are_refused(tmp_path):
         ("return Mine()", "return None", "gives a NoneType, no models.policy.Policy"),
         ("length, vocab_size = 4, 12", "length = 4", "Mine lacks vocab_size"),
         ("    def save(self, path, state=None): ...", "", "Mine lacks save"),
+        ("return Mine()", "return {}['gone']", "own.py: cannot be loaded .KeyError: 'gone'"),
     ],
 )
 def test_a_file_of_ones_own_must_hold_what_the_scripts_need(tmp_path, old, new, message):
@@ -116,7 +117,9 @@ def test_an_image_tokenizer_for_text_is_refused(released):
     [
         ("config.json", None, "config.json: no such file"),
         ("config.json", b"{", "config.json: not JSON"),
+        ("config.json", b"[]", "cannot be loaded"),
         ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", b"{}", "cannot be loaded"),
         ("model.safetensors", None, "no weights"),
         ("model.safetensors", b"cut", "model.safetensors: cannot be read"),
     ],
