@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import released_standins
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 
 import common
 import maskgrpo
-import memory
 import run as run_module
 import scale
 from eval import evaluate
@@ -297,58 +295,3 @@ def test_fsdp_holds_float32_computes_in_bfloat16_and_starts_at_ratio_one(base, t
         assert 0 < (log_p - whole).abs().max() < 0.1
     finally:
         torch.distributed.destroy_process_group()
-
-
-# ---- Memory
-
-LLADA = "--model GSAI-ML/LLaDA-8B-Instruct --task gsm8k"
-
-
-def test_dry_run_prints_the_table_and_loads_nothing(capsys, monkeypatch):
-    monkeypatch.setattr("models.load", None)
-    for flags in ("", "--lora-rank 0 --shard fsdp"):
-        with pytest.raises(SystemExit) as stopped:
-            maskgrpo.flags([*LLADA.split(), "--dry-run", *flags.split()])
-        assert not stopped.value.code
-    said = capsys.readouterr().out
-    assert "| GB a GPU | 1 GPU | 4 GPUs | 8 GPUs |" in said and said.count("| **sum** |") == 2
-    assert "LoRA rank 128, --shard ddp" in said and "all weights trained, --shard fsdp" in said
-
-
-def test_memory_of_llada_counts_its_eight_billion_weights():
-    args = maskgrpo.flags(LLADA.split())
-    config = memory.config_of("GSAI-ML/LLaDA-8B-Instruct")
-    used = memory.memory(args, config, 1)
-    adapter = 32 * 128 * (4 * 2 * 4096 + 3 * (4096 + 12288))
-    assert used["weights"] == pytest.approx(2 * 8.015e9 + 4 * adapter, rel=1e-3)
-    assert used["optimizer"] == 8 * adapter
-    full = SimpleNamespace(**vars(args) | {"lora_rank": 0, "shard": "fsdp"})
-    assert memory.memory(full, config, 8)["optimizer"] == pytest.approx(8 * 8.015e9 / 8, rel=1e-3)
-
-
-@pytest.mark.parametrize("flags", ["", LORA, "--dtype bfloat16 --shard fsdp", f"--dtype bfloat16 {LORA}"])
-def test_activations_are_what_autograd_keeps(base, flags):
-    """The arithmetic against the bytes that a block of the tiny model really saves, within a tenth."""
-    args = maskgrpo.flags(["--model", str(base), *flags.split()])
-    policy = load(str(base), dtype=getattr(torch, args.dtype))
-    if args.lora_rank:
-        lora.add(policy, str(base), args.lora_rank, args.lora_alpha)
-    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    kept = {}
-
-    def note(t: torch.Tensor) -> torch.Tensor:
-        if t.untyped_storage().data_ptr() not in weights:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    decoder, dtype, held = policy.backbone.get_decoder(), getattr(torch, args.dtype), []
-    layers, tokens = decoder.layers, 4 * 64
-    for n in (1, len(layers)):  # the difference leaves out what is kept once
-        kept.clear()
-        decoder.layers = layers[:n]
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            out = decoder(inputs_embeds=torch.zeros(4, 64, 64, dtype=dtype, requires_grad=True))
-        held.append(sum(kept.values()))
-        del out
-    each = memory.saved_per_token(policy.backbone.config, torch.finfo(dtype).bits // 8, args.lora_rank)
-    assert (held[1] - held[0]) / ((len(layers) - 1) * tokens) == pytest.approx(each, rel=0.1)
