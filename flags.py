@@ -194,7 +194,7 @@ RANGES = {  # flag -> least and largest value
     **dict.fromkeys(("lr", "beta", "temperature", "weight_decay", "warmup", "ref_every"), (0, math.inf)),
     **dict.fromkeys(("lora_rank", "eval_every", "save_every", "eval_prompts", "cfg"), (0, math.inf)),
     **dict.fromkeys(("prompt_mask", "drop_prompt", "cfg_until", "eps", "betas"), (0, 1)),
-    **dict.fromkeys(("grad_clip", "lora_alpha", "path_alpha", "path_c", "shift"), (1e-8, math.inf)),
+    **dict.fromkeys(("grad_clip", "lora_alpha", "path_alpha", "path_c", "shift"), (math.ulp(0.0), math.inf)),
     "block": (1, math.inf),
     "seed": (0, 2**32 - 1),
     "group_size": (2, math.inf),  # an advantage compares the completions of one prompt
@@ -203,9 +203,6 @@ IDLE = {  # flag -> another, and its values at which the flag has no effect
     "lora_alpha": ("lora_rank", (0,)),
     "ref_every": ("beta", (0,)),
     "cfg_until": ("cfg", (0,)),
-    "block": ("sampler", ("maskgit", "emerge")),
-    "eos_rule": ("sampler", ("maskgit", "emerge")),
-    "schedule": ("sampler", ("semi_autoregressive",)),
 }
 
 
@@ -215,8 +212,9 @@ def check_ranges(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         values = getattr(args, flag, None)
         for value in values if isinstance(values, list | tuple) else [values]:
             if value is not None and not (least <= value <= largest and value < math.inf):
-                within = f"at least {least}" if largest == math.inf else f"from {least} to {largest}"
-                parser.error(f"--{flag.replace('_', '-')} {value}: must be a number, {within}")
+                within = f", at least {least}" if largest == math.inf else f", from {least} to {largest}"
+                within = " above 0" if least == math.ulp(0.0) else within
+                parser.error(f"--{flag.replace('_', '-')} {value}: must be a number{within}")
     for flag, (other, idle) in IDLE.items():
         if flag in given(args) and getattr(args, other, None) in idle:
             with_ = f"--{other.replace('_', '-')} {getattr(args, other)}"

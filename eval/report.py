@@ -25,7 +25,7 @@ def read(run: Path) -> tuple[dict, list[dict], list[dict]]:
     if not (run / "config.json").exists():
         raise ValueError(f"{run}: no run in there (config.json is missing)")
     config = read_json(run / "config.json")
-    if not {"name", "seed"} <= config.keys():
+    if "name" not in config:
         raise ValueError(f"{run}: no run in there (config.json is of something else)")
     return config, read_log(run / "metrics.jsonl"), read_log(run / "eval.jsonl")
 

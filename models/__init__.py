@@ -69,8 +69,14 @@ def opened(name_or_path: str, sizes: dict, modality: str | None, vq: str | None)
     if vq is not None and MODALITY[kind] != "image":
         raise ValueError(f"--vq {vq}: --model {name_or_path} makes text here, without an image tokenizer")
     options = {"vq": vq} if MODALITY[kind] == "image" else {}
-    policy = getattr(importlib.import_module(f"models.{kind}"), CLASSES[kind])
-    return policy.load(directory, **sizes, **options).eval()
+    cls = getattr(importlib.import_module(f"models.{kind}"), CLASSES[kind])
+    policy = cls.load(directory, **sizes, **options).eval()
+    codebook = getattr(getattr(policy, "vq", None), "codebook", None)
+    if vq is not None and codebook is not None and len(codebook) != policy.vocab_size:
+        raise ValueError(
+            f"--vq {vq}: has {len(codebook)} codes, --model {name_or_path} has {policy.vocab_size}"
+        )
+    return policy
 
 
 def own(path: str) -> "Policy":

@@ -35,11 +35,14 @@ def find(name: str | Path, flag: str = "--model") -> Path:
 def read_json(path: Path) -> dict:
     """The object in a JSON file; a missing or malformed file is a ValueError that names it."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file, so this is not a checkpoint directory") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: a JSON object is expected, not a {type(found).__name__}")
+    return found
 
 
 def tensors(directory: Path, device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:

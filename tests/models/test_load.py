@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import models
-from models import weights
+from models import tiny, weights
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -107,6 +107,14 @@ def test_a_file_of_ones_own_must_hold_what_the_scripts_need(tmp_path, old, new, 
         models.load(f"{tmp_path}/own.py")
 
 
+@pytest.mark.parametrize("path", ["mask", "mixture"])
+def test_an_image_tokenizer_of_other_codes_is_refused(tmp_path, path):
+    tiny.build("tiny-geneval", path=path).save(tmp_path)
+    assert models.load(tmp_path, vq="tiny:1").vq.source == "tiny:1"
+    with pytest.raises(ValueError, match="98"):
+        models.load(tmp_path, vq="tiny:2")
+
+
 def test_an_image_tokenizer_for_text_is_refused(released):
     with pytest.raises(ValueError, match="--vq x/y: --model .* makes text here"):
         models.load(released, vq="x/y")
@@ -117,7 +125,7 @@ def test_an_image_tokenizer_for_text_is_refused(released):
     [
         ("config.json", None, "config.json: no such file"),
         ("config.json", b"{", "config.json: not JSON"),
-        ("config.json", b"[]", "cannot be loaded"),
+        ("config.json", b"[]", "config.json: a JSON object is expected, not a list"),
         ("tokenizer.json", None, "no tokenizer.json"),
         ("tokenizer.json", b"{}", "cannot be loaded"),
         ("model.safetensors", None, "no weights"),
