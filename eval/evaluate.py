@@ -78,16 +78,16 @@ def evaluate(
         parts = {k: world.gather(torch.as_tensor(v), len(rows)).numpy() for k, v in parts.items()}
     else:
         parts = rewards(my_rows, completions, len(rows))
-    score, se = mean_and_error(score_of(task, parts), [r.get(task.category) for r in rows])
+    score, se = mean_and_error(parts[scored_by(task, parts)], [r.get(task.category) for r in rows])
     means = {k: float(v.mean()) for k, v in parts.items()}
     length = world.gather(torch.cat(lengths), len(rows)).double().mean().item()
     summary = {"score": score, "se": se, "n": len(rows), **means, "length": length}
     return Scored(summary, parts, completions, mine)
 
 
-def score_of(task, parts: dict[str, np.ndarray]) -> np.ndarray:
+def scored_by(task, parts: dict) -> str:
     """The component that is the task's score; the first where it has none, or --reward leaves it out."""
-    return parts.get(task.score, next(iter(parts.values())))
+    return task.score if task.score in parts else next(iter(parts))
 
 
 def mean_and_error(values: np.ndarray, categories: list) -> tuple[float, float]:
@@ -124,7 +124,7 @@ def evaluate_run(run, step: int, policy, task, rewards, rows: list[dict], settin
             run.dir / "samples" / f"step_{step:06d}",
             [rows[n]["prompt"] for n in shown],
             scored.completions[: len(shown)],
-            score_of(task, scored.parts)[shown].tolist(),
+            scored.parts[scored_by(task, scored.parts)][shown].tolist(),
         )
 
 
@@ -329,7 +329,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     if world.rank == 0:
         result = summarize(out, fixed, task, rows, wanted)
         score = f"{result['score']:.4f} +-{result['se']:.4f} ({result['n']} prompts)"
-        print(f"{args.task}: {score}   {out}/result.json")
+        print(f"{args.task}, {result['scored_by']}: {score}   {out}/result.json")
     world.barrier()
     return result
 
@@ -405,7 +405,7 @@ def complete(policy, task, rewards, rows, mine, settings, args, out: Path, world
                 item = {"item": n, "sample": s, "prompt": rows[n]["prompt"], "completion": completion}
                 if extract is not None:
                     item["extracted"] = extract(completion, rows[n])
-                item |= {"verdict": float(score_of(task, parts)[k]), "length": lengths[k]}
+                item |= {"verdict": float(parts[scored_by(task, parts)][k]), "length": lengths[k]}
                 item |= {"components": {name: float(v[k]) for name, v in parts.items()}}
                 f.write(json.dumps(item) + "\n")
             f.flush()
@@ -427,6 +427,7 @@ def summarize(out: Path, fixed: dict, task, rows: list[dict], wanted: list[tuple
     result = {
         "score": score,
         "se": se,
+        "scored_by": scored_by(task, parts),
         "n": n,
         "samples": verdicts.shape[1],
         **{f"pass@{k}": pass_at(verdicts, k) for k in ks if k <= verdicts.shape[1]},

@@ -82,6 +82,7 @@ def test_gsm8k_through_torchrun_gives_the_items_of_one_process(llada, data, scor
 def test_result_says_all_that_fixes_it(scored):
     """Reports B2, E9, L7: whoever reads a score can tell how, of what and on what it was measured."""
     result = json.loads((scored[1] / "result.json").read_text())
+    assert result["scored_by"] == "correctness"
     asked = "sampler gen_length steps block_length temperature cfg eos_rule"  # B2
     machine = "device_name torch cuda transformers dtype"  # E9
     for key in f"{asked} {machine} score se n samples model model_hash task protocol data_hash seed".split():
@@ -275,7 +276,8 @@ def test_prompts_without_a_reward_are_scored_by_the_one_that_is_named(drawer, tm
     with pytest.raises(SystemExit, match="--task captions has no reward of its own: name one"):
         evaluate.main([*own, "--out", str(tmp_path / "none")])
     result = evaluate.main([*own, "--out", str(tmp_path / "out"), "--reward", "edges"])
-    assert 0 < result["score"] == result["components"]["edges"] and result["reward"] == "edges"
+    assert 0 < result["score"] == result["components"]["edges"]
+    assert result["scored_by"] == result["reward"] == "edges"
     assert "luminance" in result["components"] and (tmp_path / "out/images/00001/samples/0000.png").exists()
     with pytest.raises(SystemExit, match="holds items of another evaluation: reward"):
         evaluate.main([*own, "--out", str(tmp_path / "out"), "--reward", "edges=2"])
