@@ -52,7 +52,7 @@ class Run:
             config = {k: v for k, v in vars(args).items() if k not in ("resume", "source")}
             if holds_run and args.resume:
                 warn_if_changed(read_json(self.dir / "config.json"), config)
-            write_atomically(self.dir / "config.json", json.dumps(config, indent=1))
+            self.config = json.dumps(config, indent=1)
             for log in ("metrics.jsonl", "eval.jsonl"):
                 cut_back(self.dir / log, self.step)
             try:
@@ -126,6 +126,8 @@ class Run:
         self.optimizer = optimizer
         if self.step:
             load_checkpoint(newest_checkpoint(self.dir)[1], self.state(), optimizer)
+        if self.world.rank == 0:  # now that these flags have been found to fit
+            write_atomically(self.dir / "config.json", self.config)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors that training changes; asked for anew each time, as sharded ones are moved about."""

@@ -170,6 +170,7 @@ def test_checkpoint_of_other_flags_is_refused(base, straight, tmp_path):
         pytest.raises(SystemExit, match="step_000004 was saved with other flags, such as --model or --lora"),
     ):
         maskgrpo.main(arguments(base, out, "--resume", "--lora-rank", "2"))
+    assert json.loads((out / "config.json").read_text())["lora_rank"] == 0  # that of the run, as it was
 
 
 def test_log_is_read_up_to_a_line_that_a_kill_cut_off_and_other_damage_is_named(tmp_path):
