@@ -125,10 +125,8 @@ def logits(args, K: int, L: int, rows: int, c: int, guided: bool) -> float:
     shown = rows * (args.block if args.sampler == "semi_autoregressive" else L) * K
     filled = min(policy.CHUNK * K, shown) * (pair if args.cfg else 4 if c == 4 else 4 + c)
     drawn = min(24 * samplers.CHUNK, 16 * shown)  # in float64
-    # one buffer more: that of the step before, or the copy without [M]
-    rollout = 8 * shown + max(filled, drawn)
-    entropy = 12 * shown if args.sampler == "euler" else 0  # eval/udm_diagnostics.py: logits, log p, p
-    return max(scored, rollout, entropy)
+    held = 4 if args.sampler == "euler" else 8  # with the copy without [M]
+    return max(scored, held * shown + max(filled, drawn))
 
 
 def memory(args, model: Model, gpus: int) -> dict[str, float]:

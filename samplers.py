@@ -138,6 +138,7 @@ def semi_autoregressive(
         confidence = u_order.clone()
         if remasking == "low_confidence":
             confidence[where] = confidence_of(logits, tokens).double()
+        del logits  # the next step's shall not stand beside them
         x_0 = x_t.masked_scatter(where, tokens)
         if eos_rule == "last":
             confidence.masked_fill_(torch.isin(x_0, end_ids), -1.0)
@@ -200,6 +201,7 @@ def maskgit(
         anneal *= 1 - (step + 1) / steps
         p = torch.full(x_t.shape, torch.finfo(torch.float32).max, device=device)
         p[where] = confidence_of(logits, tokens)
+        del logits
         gumbel = -torch.log(-torch.log(u_gumbel.clamp(min=1e-20)))
         again = maskgit_remask(
             p, gumbel, anneal, maskgit_length(L, where.sum(-1), (step + 1) / steps, schedule_name)
@@ -256,6 +258,7 @@ def emerge(
         logits = policy(prompt, x_t, where=where, null=null, cfg=w)
         # u is uniform on [0, appear) here, so u / appear serves as the noise of the draw
         tokens = draw(without_mask(logits, mask_id), u[where] / appear, temperature)
+        del logits
         x_t = x_t.masked_scatter(where, tokens)
         out.revealed[where] = step
     out.x_0 = x_t
@@ -274,10 +277,9 @@ def emerge_probability(step: int, steps: int, schedule_name: str = "cosine") -> 
 
 
 def euler_times(steps: int, shift: float = 1.0) -> list[float]:
-    """The steps + 1 times from 0 to 1: t = 1 - shift sigma / (1 + (shift - 1) sigma), sigma = 1 - k /
-    steps."""
-    sigma = [1 - k / steps for k in range(steps + 1)]
-    return [1 - shift * v / (1 + (shift - 1) * v) for v in sigma]
+    """The steps + 1 times from 0 to 1: t = 1 - shift sigma / (1 + (shift - 1) sigma), sigma = 1 - k / steps,
+    written as one fraction, so that without a shift t is k / steps to the last digit."""
+    return [k / (k + shift * (steps - k)) for k in range(steps + 1)]
 
 
 @torch.no_grad()
@@ -317,6 +319,7 @@ def euler(
         logits = policy(prompt, x_t, null=null, cfg=cfg if t < cfg_until else 0.0)  # [B L, K]
         u, u_jump = noise[step][:, 0], noise[step][:, 1:].transpose(0, 1)
         x_1 = draw(logits, u.flatten(), temperature).view(x_t.shape)
+        del logits
         if keep_trajectory:
             out.trajectory.append((x_t, t))
             out.x_1.append(x_1)

@@ -2,13 +2,13 @@
 ablations.
 
     python udm_grpo.py                                   # tiny-geneval, minutes on a laptop
-    torchrun --nproc_per_node 8 udm_grpo.py --model BAAI/URSA-1.7B-IBQ512 --task geneval
+    torchrun --nproc_per_node 8 udm_grpo.py --model BAAI/URSA-1.7B-IBQ512 --task geneval --data prompts/
 
 Rows of the paper's ablation (Table 3); each works with --cfg and without, and scores what was sampled:
 
-    naive, as Flow-GRPO     --trajectory backward --action intermediate --cfg 6
-    clean action            --trajectory backward --action clean --cfg 6
-    forward trajectory      --trajectory forward --action clean --cfg 6
+    naive, as Flow-GRPO     --trajectory backward --action intermediate --cfg 6 --cfg-until 0.9
+    clean action            --trajectory backward --action clean --cfg 6 --cfg-until 0.9
+    forward trajectory      --trajectory forward --action clean --cfg 6 --cfg-until 0.9
     CFG-Free                --trajectory forward --action clean --cfg 0             (UDM-GRPO, the default)
 
 Time runs from noise, x_0 ~ Uniform(K), to the clean sample x_1; the policy is p(x_1 | x_t, c).
@@ -173,11 +173,15 @@ def main(argv: list[str] | None = None) -> None:
         optimizer = torch.optim.AdamW(parameters, args.lr, tuple(args.betas), weight_decay=args.weight_decay)
         run = Run(args, world)
         run.restore(policy, reference, optimizer)
-        # a prompt that is too long ends it now, not in the middle
+        # a prompt that the model refuses ends it now, not in the middle
         policy.encode([row["prompt"] for row in (*rows_train, *rows_test)])
         training = training_states(policy, task, path)
     if args.update == "accumulate" and args.mu == 1 and world.rank == 0:
         print("one optimizer step a rollout: the ratio is 1 by construction, and --eps never acts")
+    elif args.dtype == "bfloat16" and args.eps < 1e-2 and world.rank == 0:
+        print(
+            f"--dtype bfloat16 rounds log-probabilities by up to 2e-3: with --eps {args.eps} that alone clips"
+        )
 
     G = args.group_size
     times = euler_times(args.steps, shift)[:-1]  # of the sampler's and of the forward states alike
@@ -211,6 +215,13 @@ def main(argv: list[str] | None = None) -> None:
         equal = r.amax(-1) == r.amin(-1)  # groups without a signal
         clock.append(time.time())
 
+        # Diagnostics, now and then
+        measured = {}
+        if iteration in (0, args.iterations - 1) or (args.eval_every and iteration % args.eval_every == 0):
+            states_of = partial(state_at, args, drawn=drawn, path=path, iteration=iteration, samples=mine)
+            measured = diagnose(policy, prompt, null, w, batches, states_of, times, training, real, world)
+        clock.append(time.time())
+
         # States x_t and actions of the steps trained; then their log-probabilities, before the first update
         states = []
         for k in trained_steps(args, iteration):
@@ -223,11 +234,6 @@ def main(argv: list[str] | None = None) -> None:
                 [log_prob(reference, prompt, s, b, null) if reference else None for b in batches]
                 for s in states
             ]
-
-        measured = {}
-        if iteration in (0, args.iterations - 1) or (args.eval_every and iteration % args.eval_every == 0):
-            states_of = partial(state_at, args, drawn=drawn, path=path, iteration=iteration, samples=mine)
-            measured = diagnose(policy, prompt, null, w, batches, states_of, times, training, real, world)
 
         # Update: one optimizer step over all states (accumulate), or one at each
         kept = real
@@ -268,7 +274,10 @@ def main(argv: list[str] | None = None) -> None:
             "ratio_max_first": math.exp(world.max(first)),
             "grad_norm": grad_norm,
             "zero_spread": equal.double().mean().item(),
-            **{f"time/{k}": clock[i + 1] - clock[i] for i, k in enumerate(("rollout", "reward", "update"))},
+            **{
+                f"time/{k}": clock[i + 1] - clock[i]
+                for i, k in enumerate(("rollout", "reward", "diagnose", "update"))
+            },
             "lr": optimizer.param_groups[0]["lr"],
         }
         run.log(iteration + 1, metrics | measured)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import samplers
 from common import World, generator
 from eval.report import groups, picture, read, series, spread
 from flags import one_sentence
@@ -29,8 +30,10 @@ PICTURES = 2000  # of the base's training data, for its share of pairs
 @torch.no_grad()
 def entropy(policy, prompt, x_t: Tensor, null=None, w: float = 0.0) -> Tensor:
     """Entropy of p(x_1^k | x_t, c) in nats, averaged over the tokens: [B], within 0..log K."""
-    log_p = policy(prompt, x_t, null=null, cfg=w).log_softmax(-1)  # [B L, K]
-    return -(log_p.exp() * log_p).sum(-1).view(x_t.shape).mean(-1)
+    logits = policy(prompt, x_t, null=null, cfg=w)  # [B L, K]
+    rows = max(1, samplers.CHUNK // logits.shape[-1])
+    parts = [torch.distributions.Categorical(logits=z).entropy() for z in logits.split(rows)]
+    return torch.cat(parts).view(x_t.shape).mean(-1)
 
 
 class TrainingStates:
