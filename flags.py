@@ -17,7 +17,7 @@ from common import MixturePath, uniform_path
 class Recipe:
     """Defaults for the models that match a regular expression and for some tasks.
 
-    ``paper``: what the paper's recipe fixes; ``ours``: what no source gives, chosen by us.
+    ``paper``: what the paper or its public code fixes; ``ours``: what no source gives, chosen by us.
     """
 
     model: str
@@ -171,6 +171,8 @@ def parse(
     if args.shard == "none" and not alone:
         parser.error("--shard none: accepted under torchrun are ddp, fsdp")
     check_ranges(parser, args)
+    with one_sentence():
+        check_idle(args)
     if args.dry_run:
         from memory import table
 
@@ -188,14 +190,15 @@ def find_recipe(recipes: list[Recipe], model: str, task: str) -> Recipe:
     return Recipe(model, (task,))
 
 
+POSITIVE = (math.ulp(0.0), math.inf)  # from the least number above 0
 RANGES = {  # flag -> least and largest value
     **dict.fromkeys(("prompts", "steps", "eval_steps", "mu", "micro_batch", "iterations"), (1, math.inf)),
-    **dict.fromkeys(("length", "max_prompt", "batch", "examples"), (1, math.inf)),
+    **dict.fromkeys(("length", "max_prompt", "block", "batch", "examples"), (1, math.inf)),
+    **dict.fromkeys(("samples", "limit", "seeds", "workers"), (1, math.inf)),
     **dict.fromkeys(("lr", "beta", "temperature", "weight_decay", "warmup", "ref_every"), (0, math.inf)),
     **dict.fromkeys(("lora_rank", "eval_every", "save_every", "eval_prompts", "cfg"), (0, math.inf)),
     **dict.fromkeys(("prompt_mask", "drop_prompt", "cfg_until", "eps", "betas"), (0, 1)),
-    **dict.fromkeys(("grad_clip", "lora_alpha", "path_alpha", "path_c", "shift"), (math.ulp(0.0), math.inf)),
-    "block": (1, math.inf),
+    **dict.fromkeys(("grad_clip", "lora_alpha", "path_alpha", "path_c", "shift"), POSITIVE),
     "seed": (0, 2**32 - 1),
     "group_size": (2, math.inf),  # an advantage compares the completions of one prompt
 }
@@ -207,18 +210,21 @@ IDLE = {  # flag -> another, and its values at which the flag has no effect
 
 
 def check_ranges(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with one sentence where a flag is out of its range, or would be ignored."""
+    """End with one sentence where a flag is out of its range."""
     for flag, (least, largest) in RANGES.items():
+        within = f", at least {least}" if largest == math.inf else f", from {least} to {largest}"
+        within = " above 0" if (least, largest) == POSITIVE else within
         values = getattr(args, flag, None)
         for value in values if isinstance(values, list | tuple) else [values]:
             if value is not None and not (least <= value <= largest and value < math.inf):
-                within = f", at least {least}" if largest == math.inf else f", from {least} to {largest}"
-                within = " above 0" if least == math.ulp(0.0) else within
                 parser.error(f"--{flag.replace('_', '-')} {value}: must be a number{within}")
+
+
+def check_idle(args: argparse.Namespace) -> None:
+    """ValueError where a flag of the command line would be ignored, by IDLE."""
     for flag, (other, idle) in IDLE.items():
-        if flag in given(args) and getattr(args, other, None) in idle:
-            with_ = f"--{other.replace('_', '-')} {getattr(args, other)}"
-            parser.error(f"--{flag.replace('_', '-')}: no effect with {with_}")
+        if getattr(args, other, None) in idle:
+            refuse(args, (flag,), f"with --{other.replace('_', '-')} {getattr(args, other)}")
 
 
 def given(args: argparse.Namespace) -> set[str]:
@@ -234,8 +240,10 @@ def refuse(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
 
 
 def describe(args: argparse.Namespace) -> str:
-    """The recipe as printed at the start: each value, and who chose it."""
+    """The recipe as printed at the start: each value, and who chose it; or that there is none."""
     lines = []
+    if not {"paper", "ours"} & set(args.source.values()) and args.model.split(":")[0] != "tiny":
+        lines.append("no recipe for this model and task: the script's defaults hold")
     for source in ("paper", "ours", "command line"):
         chosen = [f"{k.replace('_', '-')} {getattr(args, k)}" for k, s in args.source.items() if s == source]
         if chosen:

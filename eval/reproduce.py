@@ -23,6 +23,7 @@ import torch
 
 from common import World
 from eval.report import draw, read, series, spread
+from flags import check_ranges
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 6  # iterations over which the reward of rollouts is averaged
@@ -151,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=Path("runs/reproduce"))
     parser.add_argument("--only-table", action="store_true", help="of the runs that are there")
     args, more = parser.parse_known_args(argv)
+    check_ranges(parser, args)
     table, root = TABLES[args.table], (args.root / args.table).resolve()
     jobs = [(row, seed) for seed in range(args.seeds) for row in table.rows]  # whole seeds first
     if not args.only_table:

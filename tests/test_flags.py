@@ -101,3 +101,11 @@ def test_recipe_of_the_paper_needs_no_flag_and_any_flag_overrides_it():
     for model in ("GSAI-ML/LLaDA-1.5", "GSAI-ML/LLaDA-8B-Base", "Gen-Verse/MMaDA-8B-MixCoT", "/x/LLaDA-1.5"):
         assert maskgrpo.flags(["--model", model, "--task", "math500"]).lora_rank == 128
     assert maskgrpo.flags(["--model", "GSAI-ML/LLaDA-8B-Instruct", "--task", "tiny-math"]).lora_rank == 0
+
+
+def test_a_model_without_a_recipe_is_told():
+    said = describe(maskgrpo.flags("--model someone/else --task gsm8k --lr 1e-5".split())).splitlines()
+    assert said[0] == "no recipe for this model and task: the script's defaults hold"
+    assert said[1].startswith("command line:") and "lr 1e-05" in said[1]
+    for known in (LLADA, "--model someone/else --task tiny-math", "--model tiny --task gsm8k"):
+        assert "no recipe" not in describe(maskgrpo.flags(known.split()))

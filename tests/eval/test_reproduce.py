@@ -10,6 +10,7 @@ import pytest
 
 import maskgrpo
 import rebrl
+import udm_grpo
 from eval import reproduce
 from eval.reproduce import Table, markdown, smooth
 
@@ -89,15 +90,22 @@ def test_table_is_the_mean_and_range_over_seeds(table):
     assert markdown(runs, target=9.0).splitlines()[2].endswith("| not reached |")
 
 
+@pytest.mark.parametrize("flag", ["--seeds", "--workers"])
+def test_no_seeds_or_workers_are_refused(flag, capsys):
+    with pytest.raises(SystemExit):
+        reproduce.main(["rebrl", flag, "0"])
+    assert f"{flag} 0: must be a number, at least 1" in capsys.readouterr().err
+
+
 def test_smooth_averages_what_there_is_at_the_start():
     values = np.arange(1.0, 9.0)[None]
     assert smooth(values)[0].tolist() == [1, 1.5, 2, 2.5, 3, 3.5, 4.5, 5.5]
 
 
-@pytest.mark.parametrize("name", ["rebrl", "maskgrpo-text", "maskgrpo-image"])
+@pytest.mark.parametrize("name", reproduce.TABLES)
 def test_every_row_is_accepted_by_its_script(name):
     table = reproduce.TABLES[name]
-    script = {"rebrl.py": rebrl, "maskgrpo.py": maskgrpo}[table.script]
+    script = {"rebrl.py": rebrl, "maskgrpo.py": maskgrpo, "udm_grpo.py": udm_grpo}[table.script]
     parsed = [vars(script.flags([*table.flags.split(), *flags.split()])) for flags in table.rows.values()]
     assert len({json.dumps({k: str(v) for k, v in p.items() if k != "source"}) for p in parsed}) == len(
         parsed
