@@ -31,7 +31,7 @@ import torch
 import models
 import samplers
 from common import World, end_of_text, generator, start_processes
-from flags import check_ranges, one_sentence, path_flags, path_of
+from flags import check_idle, check_ranges, one_sentence, path_flags, path_of, refuse
 from models import weights
 from run import config_hash, write_atomically
 
@@ -152,6 +152,7 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--unsafe-exec", action="store_true", help="run the model's code without isolation")
     g = parser.add_argument_group("settings (default: the run's, else the recipe's)")
+    g.add_argument("--vq", help="image tokenizer in place of the checkpoint's: a hub id or a directory")
     g.add_argument("--protocol", help="prompt and scoring preset of the task")
     g.add_argument("--data", help="path in place of the task's own data")
     g.add_argument("--length", type=int, help="tokens of a completion")
@@ -171,8 +172,6 @@ def flags(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.compare and not args.model:
         parser.error("--model is needed (or --compare)")
-    if args.samples < 1 or (args.limit is not None and args.limit < 1):
-        parser.error("--samples and --limit must be at least 1")
     check_ranges(parser, args)
     return args
 
@@ -183,12 +182,12 @@ def find(model: str) -> tuple[str, dict | None]:
     path = Path(model)
     config = None
     if (path / "metrics.jsonl").exists():
-        config = json.loads((path / "config.json").read_text())
+        config = weights.read_json(path / "config.json")
         path = path / "model"
         if not path.exists():
             raise ValueError(f"--model {model}: this run has not finished, it has no {path}")
     if (path / "training.json").exists():
-        trained = json.loads((path / "training.json").read_text())
+        trained = weights.read_json(path / "training.json")
         if config is not None and config_hash(config) != trained["config_hash"]:
             wrong = [k for k, v in trained["config"].items() if config.get(k) != v]
             warnings.warn(
@@ -199,7 +198,10 @@ def find(model: str) -> tuple[str, dict | None]:
 
 
 def settle(args: argparse.Namespace, model: str, directory: Path, config: dict | None) -> argparse.Namespace:
-    """The flags with every default filled in: the run's, else the recipe's in the script for such models."""
+    """The flags with every default filled in: the run's, else the recipe's in the script for such models.
+
+    Raises ValueError where the task is not known, or where a flag given would be ignored.
+    """
     config = config or {}
     task = args.task or config.get("task")
     if task is None:
@@ -211,7 +213,16 @@ def settle(args: argparse.Namespace, model: str, directory: Path, config: dict |
         defaults |= {"data": None, "protocol": None}
     given = {k: v for k, v in vars(args).items() if v is not None}
     defaults["steps"] = defaults["eval_steps"] or defaults["steps"]
-    return argparse.Namespace(**vars(args) | defaults | given)
+    defaults["source"] = dict.fromkeys(given, "command line")
+    args = argparse.Namespace(**vars(args) | defaults | given)
+    check_idle(args)
+    own = {
+        f.__name__: {name.removesuffix("_name") for name in names}
+        for f, names in samplers.OWN_SETTINGS.items()
+    }
+    own["euler"] |= {"path_alpha", "path_c", "distance_power"}
+    refuse(args, sorted(set().union(*own.values()) - own[args.sampler]), f"with --sampler {args.sampler}")
+    return args
 
 
 def fingerprint(directory: Path) -> str:
@@ -245,6 +256,7 @@ def describe(args, world: World, policy, settings: dict, rows: list[dict], direc
     return {
         "model": args.model,
         "model_hash": fingerprint(directory),
+        "vq": args.vq,
         "task": args.task,
         "protocol": args.protocol or "default",
         "data": args.data or "the task's own",
@@ -272,7 +284,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     args = flags(argv)
     if args.compare:
         with one_sentence():
-            print(compare([json.loads(Path(p).read_text()) for p in args.compare]))
+            print(compare([read_result(path) for path in args.compare]))
         return None
     from eval.reward_client import RewardServersDown
     from eval.rewards import Rewards
@@ -289,7 +301,7 @@ def main(argv: list[str] | None = None) -> dict | None:
             raise ValueError(f"--save-images: --task {args.task} completes text")
         rewards = Rewards(task, args.reward, strict=True, device=str(world.device))
         rows = task.rows("test", args.data)
-        options = dict(length=args.length, max_prompt=args.max_prompt, modality=task.modality)
+        options = dict(length=args.length, max_prompt=args.max_prompt, modality=task.modality, vq=args.vq)
         policy = models.load(model, dtype=getattr(torch, args.dtype), device=str(world.device), **options)
         if asked.temperature is None and task.modality == "text" and args.samples == 1:
             args.temperature = 0.0
@@ -451,11 +463,23 @@ def pass_at(verdicts: np.ndarray, k: int) -> float:
     return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in right]))
 
 
+ALIKE = ("task", "protocol", "reward", "steps", "gen_length", "data_hash")  # in the results of a table
+CELLS = ("model", "sampler", "block_length", "temperature", "cfg", "dtype")
+
+
+def read_result(path: str) -> dict:
+    """A result.json; ValueError, with its name, for another file."""
+    result = weights.read_json(Path(path))
+    if missing := [key for key in (*ALIKE, *CELLS, "score", "se", "n") if key not in result]:
+        raise ValueError(f"--compare {path}: no result.json, it lacks {', '.join(missing)}")
+    return result
+
+
 def compare(results: list[dict]) -> str:
     """Markdown table of results. Raises ValueError for results that cannot be compared: of another task,
     protocol, reward, number of steps or length, or on other data."""
-    for key in ("task", "protocol", "reward", "steps", "gen_length", "data_hash"):
-        values = list(dict.fromkeys(r.get(key) for r in results))
+    for key in ALIKE:
+        values = list(dict.fromkeys(r[key] for r in results))
         if len(values) > 1:
             raise ValueError(
                 f"--compare: results of different {key} ({', '.join(map(str, values))}) are no table"
@@ -468,8 +492,7 @@ def compare(results: list[dict]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
-        names = ("model", "sampler", "block_length", "temperature", "cfg", "dtype")
-        cells = [str(r[name]) for name in names] + [f"{r['score']:.4f} +-{r['se']:.4f}", str(r["n"])]
+        cells = [str(r[name]) for name in CELLS] + [f"{r['score']:.4f} +-{r['se']:.4f}", str(r["n"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

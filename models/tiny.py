@@ -57,8 +57,11 @@ class Patches(nn.Module):
 
 
 def load_vq(source: str) -> Patches:
-    """``tiny:<variants>``."""
-    return Patches(int(source.removeprefix("tiny:")))
+    """``tiny:<variants>``; ValueError for anything else."""
+    variants = source.removeprefix("tiny:")
+    if not variants.isdecimal() or int(variants) < 1:
+        raise ValueError(f"--vq {source}: accepted are tiny:<shades of a patch>, a hub id, a directory")
+    return Patches(int(variants))
 
 
 def tokenizer(words: tuple[str, ...], special: tuple[str, ...]):

@@ -1,7 +1,7 @@
 """Checkpoints on disk or on the hub: found, read tensor by tensor, and put into a model strictly."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -37,9 +37,9 @@ def read_json(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file, so this is not a checkpoint directory") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from None
+        raise ValueError(f"{path}: no such file") from None
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: a JSON object is expected, not a {type(found).__name__}")
     return found
@@ -94,5 +94,11 @@ def fill(
             missing.discard(name)
     if missing or unexpected:
         raise ValueError(
-            f"{directory}: missing tensors {sorted(missing)}, unexpected tensors {sorted(unexpected)}"
+            f"{directory}: missing tensors {some(missing)}, unexpected tensors {some(unexpected)}"
         )
+
+
+def some(names: Collection[str]) -> str:
+    """The first three, and how many there are where there are more."""
+    more = f", ... ({len(names)})" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more or "none"

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -351,6 +352,24 @@ def test_run_directory_brings_its_model_and_settings(finished, monkeypatch):
     assert inside["score"] == result["score"] and inside["steps"] == 4
 
 
+def test_run_that_had_another_image_tokenizer_is_scored_with_it(drawer, tmp_path):
+    """An adapter's base says the tokenizer that its run replaced, here one of as many codes."""
+    other = json.loads((drawer / "policy.json").read_text()) | {"vq": "./nowhere"}
+    shutil.copytree(drawer, tmp_path / "base")
+    (tmp_path / "base/policy.json").write_text(json.dumps(other))
+    policy = models.load(str(tmp_path / "base"), vq="tiny:1")
+    lora.add(policy, str(tmp_path / "base"), 4, 8.0)
+    lora.save(policy, tmp_path / "model", policy.backbone.state_dict())
+    with pytest.raises(SystemExit, match="nowhere"):
+        draw(tmp_path / "model", tmp_path / "out")
+    assert draw(tmp_path / "model", tmp_path / "out", "--vq", "tiny:1")["vq"] == "tiny:1"
+    config = {"task": "tiny-geneval", "vq": "tiny:1"}
+    trained = {"config": config, "config_hash": config_hash(config)}
+    (tmp_path / "model/training.json").write_text(json.dumps(trained))
+    assert draw(tmp_path / "model", tmp_path / "of_the_run")["vq"] == "tiny:1"
+    assert stored(tmp_path / "of_the_run/images") == stored(tmp_path / "out/images")
+
+
 def test_model_of_another_run_is_warned_of_by_the_flag_that_differs(finished):
     """Report L9: a stored model says of which step and flags it is, and what it scored."""
     stored = finished / "model/training.json"
@@ -398,7 +417,18 @@ def test_unsafe_exec_is_passed_on_and_refused_where_no_code_runs():
             "--model {llada} --task gsm8k --data {data} --length 8 --block 3",
             "--block 3 must divide --length 8",
         ),
-        ("--model {llada} --task gsm8k --samples 0", "--samples and --limit must be at least 1"),
+        ("--model {llada} --task gsm8k --samples 0", "--samples 0: must be a number, at least 1"),
+        ("--model {llada} --task gsm8k --limit 0", "--limit 0: must be a number, at least 1"),
+        ("--model {llada} --task gsm8k --schedule linear", "--schedule: no effect with --sampler semi_auto"),
+        ("--model {llada} --task gsm8k --path-c 2", "--path-c: no effect with --sampler semi_auto"),
+        ("--model {llada} --task gsm8k --cfg-until 0.5", "--cfg-until: no effect with --cfg 0.0"),
+        (
+            "--model {llada} --task gsm8k --sampler emerge --block 4 --eos-rule last",
+            "--block, --eos-rule: no effect with --sampler emerge",
+        ),
+        ("--compare {data}", "gsm8k.jsonl: not JSON (Extra data"),
+        ("--compare nowhere.json", "nowhere.json: no such file"),
+        ("--compare {llada}/config.json", "config.json: no result.json, it lacks task, protocol"),
     ],
 )
 def test_wrong_flag_ends_in_one_sentence(llada, data, capsys, monkeypatch, wrong, says):

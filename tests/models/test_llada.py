@@ -304,6 +304,17 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path):
         models.load(path)
 
 
+def test_of_many_missing_tensors_the_first_are_named_and_all_counted(tmp_path):
+    kept = released_standins.tensors(released_standins.LLADA)
+    path = released_standins.llada(
+        tmp_path, weights={"model.transformer.wte.weight": kept["model.transformer.wte.weight"]}
+    )
+    with pytest.raises(
+        ValueError, match=r"missing tensors ([\w.]+, ){3}\.\.\. \(\d\d\), unexpected tensors none$"
+    ):
+        models.load(path)
+
+
 def test_a_tensor_of_another_shape_is_named(tmp_path):
     path = released_standins.llada(tmp_path)
     weights = load_file(path / "model.safetensors")

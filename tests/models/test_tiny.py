@@ -62,6 +62,12 @@ def test_word_that_the_world_does_not_know_is_the_unknown_token():
     assert policy.encode(["ann has 3 zebras gets 1 ?"]).ids[0, 3] == policy.tokenizer.unk_token_id
 
 
+@pytest.mark.parametrize("source", ["tiny:x", "tiny:0", "tiny", "tiny:-1"])
+def test_image_tokenizer_of_no_number_of_shades_is_one_sentence(source):
+    with pytest.raises(ValueError, match=f"--vq {source}: accepted are tiny:<shades of a patch>"):
+        tiny.load_vq(source)
+
+
 def test_length_that_the_pictures_do_not_have_is_one_sentence(tmp_path):
     tiny.build("tiny-geneval").save(tmp_path)
     with pytest.raises(ValueError, match="--length 9: the pictures of tiny:1 have 16 codes"):
