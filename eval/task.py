@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import numpy as np
@@ -16,9 +16,10 @@ from common import import_file
 class Task:
     """A data set with its reward, kept together so that the prompt asks for what the reward counts.
 
-    ``rows(split, data)`` returns dictionaries, each with a ``"prompt"``; split is ``"train"`` or ``"test"``,
-    data an optional path in place of the task's own source. ``reward(rows, completions)`` returns one float
-    array [n] a component; a completion is a string (cut at its end of text) or a uint8 image [3, H, W].
+    ``rows(split, data)`` returns a list of dictionaries, each with a ``"prompt"``; split is ``"train"`` or
+    ``"test"``, data an optional path in place of the task's own source. ``reward(rows, completions)`` returns
+    one float array [n] a component; a completion is a string (cut at its end of text) or a uint8 image [3, H,
+    W].
     """
 
     name: str
@@ -34,14 +35,33 @@ def load_task(name: str, protocol: str | None = None, unsafe_exec: bool = False)
     """The task ``eval/<name>.py``; ``path/to/file.py`` loads a task of your own. ``unsafe_exec``: code of the
     model runs without isolation, for a task that runs any.
 
-    Raises ValueError when there is no such task, or when the task has no such protocol.
+    Raises ValueError when there is no such task, when the task has no such protocol, or when it is none; its
+    ``rows`` does so for rows without a prompt, and where there are none.
     """
     make = task_module(name).task
-    if not unsafe_exec:
-        return make(protocol)
-    if "unsafe_exec" not in inspect.signature(make).parameters:
+    signature = inspect.signature(make)
+    try:
+        signature.bind(protocol)
+    except TypeError as error:
+        raise ValueError(f"--task {name}: task() must take one argument, the protocol ({error})") from None
+    if unsafe_exec and "unsafe_exec" not in signature.parameters:
         raise ValueError(f"--unsafe-exec: --task {name} runs no code")
-    return make(protocol, unsafe_exec=True)
+    task = make(protocol, unsafe_exec=True) if unsafe_exec else make(protocol)
+    if not isinstance(task, Task):
+        raise ValueError(f"--task {name}: task() gives a {type(task).__name__}, no eval.task.Task")
+
+    def rows(split: str, data: str | None = None) -> list[dict]:
+        found = task.rows(split, data)
+        if not isinstance(found, list) or not found:
+            raise ValueError(f"--task {name}: rows({split!r}) must give a list with at least one row")
+        for i, row in enumerate(found):
+            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+                raise ValueError(
+                    f"--task {name}: rows({split!r})[{i}] is no dictionary with a text as prompt"
+                )
+        return found
+
+    return replace(task, rows=rows)
 
 
 def task_module(name: str) -> ModuleType:
