@@ -11,8 +11,8 @@ from eval.answers import (
     numbers,
     same_number,
 )
-from eval.jsonl import read_hub, read_jsonl
-from eval.math_tasks import D1_TEST, D1_TRAIN, EXPERT, MASKGRPO, PROTOCOLS, check_texts, math_task
+from eval.jsonl import check_texts, read_hub, read_jsonl
+from eval.math_tasks import D1_TEST, D1_TRAIN, EXPERT, MASKGRPO, PROTOCOLS, math_task
 from eval.task import Task
 
 HUB, CONFIG = "openai/gsm8k", "main"

@@ -57,6 +57,13 @@ def read_hub(
     return [_checked(row, f"{repo} ({split}) row {i}", required, check) for i, row in enumerate(rows)]
 
 
+def check_texts(row: dict, fields: tuple[str, ...]) -> None:
+    """Raises ValueError unless each field is a text that is not blank."""
+    for field in fields:
+        if not isinstance(row[field], str) or not row[field].strip():
+            raise ValueError(f"{field} is not a text")
+
+
 def _checked(row, where: str, required: tuple[str, ...], check: Check | None) -> dict:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")

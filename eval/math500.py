@@ -1,9 +1,9 @@
 """MATH: competition problems with an answer in LaTeX; trained on MATH's train split, tested on MATH500."""
 
 from eval.answers import answer_blocks, final_answer, last_box, last_box_or_all
-from eval.jsonl import read_hub, read_jsonl
+from eval.jsonl import check_texts, read_hub, read_jsonl
 from eval.math_equal import equal, string_equal
-from eval.math_tasks import D1_TEST, D1_TRAIN, EXPERT, MASKGRPO, PROTOCOLS, check_texts, math_task
+from eval.math_tasks import D1_TEST, D1_TRAIN, EXPERT, MASKGRPO, PROTOCOLS, math_task
 from eval.task import Task
 
 HUB = {"train": "EleutherAI/hendrycks_math", "test": "HuggingFaceH4/MATH-500"}

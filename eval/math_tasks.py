@@ -70,10 +70,3 @@ def _reward(
     """Each term as one float array [n]."""
     scores = [terms(completion, gold(row)) for completion, row in zip(completions, rows, strict=True)]
     return {name: np.array([score[name] for score in scores], float) for name in terms("", "0")}
-
-
-def check_texts(row: dict, fields: tuple[str, ...]) -> None:
-    """Raises ValueError unless each field is a text that is not blank."""
-    for field in fields:
-        if not isinstance(row[field], str) or not row[field].strip():
-            raise ValueError(f"{field} is not a text")

@@ -8,18 +8,20 @@ disjoint. The base model learns from ``base_rows``, where part of the solutions 
 has to unlearn by reward.
 """
 
+import functools
 import hashlib
 import re
 
 import numpy as np
 
-from eval.jsonl import read_jsonl
+from eval.jsonl import check_texts, read_jsonl
 from eval.task import Task
 
 NAMES = ("ann", "ben", "eve", "tom")
 THINGS = ("pears", "nuts", "cups", "pens")
 DIGITS = tuple(str(n) for n in range(10))
 WORDS = (*DIGITS, "+", "-", "=", "answer", "has", "gets", "loses", "?", *NAMES, *THINGS)
+FIELDS = ("prompt", "answer")
 LENGTH = 16  # tokens of a completion
 LARGEST_STEP = 4  # what is got or lost at once
 SLIPS = {"skip the last step": 0.45, "flip an operator": 0.25, "miscalculate": 0.05}
@@ -72,7 +74,7 @@ def solution(p: dict, rng: np.random.Generator | None = None) -> str:
 def rows(split: str, data: str | None = None) -> list[dict]:
     """2,000 train or 500 test problems, or those of a jsonl with prompt and answer."""
     if data:
-        return read_jsonl(data, ("prompt", "answer"))
+        return read_jsonl(data, FIELDS, functools.partial(check_texts, fields=FIELDS))
     rng = np.random.default_rng(("train", "test").index(split))
     made = []
     while len(made) < (2000 if split == "train" else 500):

@@ -1,6 +1,6 @@
 import pytest
 
-from eval.jsonl import read_hub, read_jsonl
+from eval.jsonl import check_texts, read_hub, read_jsonl
 
 
 def write(tmp_path, data: bytes) -> str:
@@ -56,3 +56,10 @@ def test_a_hub_row_that_lacks_a_field_is_named(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: [{"a": 1}, {}])
     with pytest.raises(ValueError, match=r"^owner/set \(test\) row 1: lacks the field a$"):
         read_hub("owner/set", "test", required=("a",))
+
+
+@pytest.mark.parametrize("value", [3, None, "", " \n"])
+def test_a_field_that_is_no_text_is_named(value):
+    check_texts({"question": "q", "answer": "a"}, ("question", "answer"))
+    with pytest.raises(ValueError, match="answer is not a text"):
+        check_texts({"question": "q", "answer": value}, ("question", "answer"))

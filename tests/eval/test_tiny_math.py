@@ -65,3 +65,11 @@ def test_a_row_of_a_file_that_lacks_a_field_names_file_and_line(tmp_path):
     path.write_text('{"prompt": "ann has 3 pears gets 1 ?", "answer": "4"}\n{"prompt": "x"}\n')
     with pytest.raises(ValueError, match=r"rows.jsonl.*2.*answer"):
         load_task("tiny-math").rows("train", str(path))
+
+
+def test_an_answer_that_is_a_number_names_file_and_line(tmp_path):
+    """It would equal no word of a completion, and every reward be 0."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "ann has 3 pears gets 1 ?", "answer": 4}\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: answer is not a text$"):
+        load_task("tiny-math").rows("train", str(path))
