@@ -42,12 +42,15 @@ def task(protocol: str | None = None) -> Task:
     if protocol is not None:
         raise ValueError(f"--protocol {protocol}: --task dpg has none")
 
-    def lazy_reward(rows: list[dict], images: list[Tensor]) -> dict[str, np.ndarray]:
+    def load():
         import torch
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return scores(rows, images, load_judge(device)[0] if rows else None)
+        return load_judge("cuda" if torch.cuda.is_available() else "cpu")[0]
 
+    def lazy_reward(rows: list[dict], images: list[Tensor]) -> dict[str, np.ndarray]:
+        return scores(rows, images, load() if rows else None)
+
+    lazy_reward.load = load  # as in eval/geneval.py
     return Task("dpg", "image", rows, lazy_reward, {"dpg": 1.0}, "dpg")
 
 

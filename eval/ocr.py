@@ -31,6 +31,7 @@ def task(protocol: str | None = None) -> Task:
     def lazy_reward(rows: list[dict], images: list[Tensor]) -> dict[str, np.ndarray]:
         return scores(rows, images, load_reader() if rows else None)
 
+    lazy_reward.load = load_reader  # as in eval/geneval.py
     return Task("ocr", "image", rows, lazy_reward, {"ocr": 1.0}, "ocr")
 
 

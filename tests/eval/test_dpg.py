@@ -10,6 +10,7 @@ from tiny_rewards import redraw, save_tokenizer, stand_in
 
 from eval import dpg
 from eval.dpg import COLUMNS, look, main, passed, read_questions, rows, score_folder, scores, task, tiles
+from eval.rewards import Rewards
 
 # item, id, dependency, category, detail, question
 QUESTIONS = [
@@ -226,6 +227,14 @@ def test_command_line_scores_a_folder_by_an_endpoint_and_says_so(endpoint, tmp_p
     shown = capsys.readouterr().out
     assert "DPG score 70.00%, 8 pictures of 2 captions" in shown
     assert f"VQA by judge at {url}: not comparable with published scores" in shown
+
+
+def test_judge_is_loaded_at_once_where_it_is_named_and_else_never(captions, monkeypatch):
+    monkeypatch.setattr(dpg, "load_judge", lambda device: pytest.fail("loaded"))
+    parts = Rewards(task(), "edges=1", strict=True).components(captions[:1], [picture(0)])
+    assert "edges" in parts and "dpg" not in parts
+    with pytest.raises(pytest.fail.Exception, match="loaded"):
+        Rewards(task())
 
 
 def test_task_asks_the_endpoint_that_the_environment_names(endpoint, captions, monkeypatch):

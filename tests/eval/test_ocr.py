@@ -136,6 +136,14 @@ def test_black_picture_with_perfect_text_shows_in_a_statistic_that_is_no_reward(
         assert statistics(black)[name] < 0.4 * statistics(rich)[name]
 
 
+def test_recogniser_is_loaded_at_once_where_it_is_named_and_else_never(monkeypatch):
+    monkeypatch.setattr(ocr, "load_reader", lambda: pytest.fail("loaded"))
+    parts = Rewards(task(), "edges=1", strict=True).components([{"prompt": 'a "b"'}], [draw("b")])
+    assert "edges" in parts and "ocr" not in parts
+    with pytest.raises(pytest.fail.Exception, match="loaded"):
+        Rewards(task(), "edges=1,ocr=0")
+
+
 def test_no_rows_are_answered_without_the_recogniser():
     assert {k: v.shape for k, v in task().reward([], []).items()} == {"ocr": (0,), "ocr_errors": (0,)}
 
