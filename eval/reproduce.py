@@ -124,15 +124,20 @@ def markdown(runs: dict[str, list[Path]], target: float | None = None) -> str:
         target = float(next(iter(reward.values())).mean(0)[-1])
     n = min(values.shape[-1] for values in reward.values())
     at = [max(n * k // 3, 1) for k in (1, 2, 3)]
-    head = ["row", *(f"reward at {i}" for i in at), "held out, sampled", "KL at the end"]
+    kinds = {"kl": "KL at the end"}
+    if all("kl_mean" in row for of_row in runs.values() for run in of_row for row in read(run)[1]):
+        kinds["kl_mean"] = (
+            "of means"  # of token-mean log-probabilities, as UDM-GRPO's public code measures it
+        )
+    head = ["row", *(f"reward at {i}" for i in at), "held out, sampled", *kinds.values()]
     head.append(f"iterations to reward {target:.3f}")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row, of_row in runs.items():
         _, score = series(of_row, "score", "sampled")
-        kl = smooth(series(of_row, "kl")[1])[:, -1]
+        kl = [smooth(series(of_row, key)[1])[:, -1].mean() for key in kinds]
         reached = np.flatnonzero(reward[row].mean(0) >= target - 1e-9)
         cells = [row, *(spread(reward[row][:, i - 1]) for i in at)]
-        cells += [f"{spread(score[:, 0])} -> {spread(score[:, -1])}", f"{kl.mean():.4f}"]
+        cells += [f"{spread(score[:, 0])} -> {spread(score[:, -1])}", *(f"{v:.3f}" for v in kl)]
         cells.append(str(reached[0] + 1) if len(reached) else "not reached")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
