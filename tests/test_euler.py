@@ -165,15 +165,20 @@ def test_instantaneous_metric_rate_wastes_the_first_step():
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
-def test_trajectory_is_exactly_what_the_model_was_fed(path):
-    """C10: one entry a model call, the last step included, at the time that the jumps used."""
-    model = a_model(20)
+def test_trajectory_is_exactly_what_the_model_was_fed(path, monkeypatch):
+    """C10, C11: one entry a model call, the last step included, at the times that the jumps used."""
+    model, jump, jumps = a_model(20), path.jump, []
+    monkeypatch.setattr(path, "jump", lambda *args: jumps.append(args) or jump(*args))
     out = euler(model, prompts(3), generators(3), steps=4, shift=3.0, path=path, keep_trajectory=True)
+    times = euler_times(4, 3.0)
     assert len(out.trajectory) == len(model.fed) == 4
-    assert [t for _, t in out.trajectory] == euler_times(4, 3.0)[:-1]
+    assert [t for _, t in out.trajectory] == times[:-1]
+    assert [(t, s) for _, _, t, s, *_ in jumps] == list(zip(times[:3], times[1:4], strict=True))
     for (x_t, _), (fed, _), x_1 in zip(out.trajectory, model.fed, out.x_1, strict=True):
         assert torch.equal(x_t, fed)
         assert x_1.shape == x_t.shape
+    for (x_t, _), x_1, jumped in zip(out.trajectory, out.x_1, jumps, strict=False):
+        assert torch.equal(jumped[0], x_t) and torch.equal(jumped[1], x_1)
     assert torch.equal(out.x_1[-1], out.x_0)
     changed = torch.stack([x for x, _ in out.trajectory] + [out.x_0]).diff(dim=0) != 0
     last = torch.where(changed, torch.arange(4)[:, None, None], 0).amax(0)

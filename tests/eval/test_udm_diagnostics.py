@@ -60,18 +60,27 @@ def test_noise_never_takes_clean_samples_farther_away(training):
     assert all(a < b + 0.01 for a, b in zip(far, far[1:], strict=False)) and far[0] < 0.6 < far[-1]
 
 
-def test_padding_of_a_shard_does_not_count(policy, training):
-    prompt, world = policy.encode(["a square"])[[0, 0, 0]], World(0, 1, torch.device("cpu"))
-    x_t = torch.randint(K, (3, L), generator=torch.Generator().manual_seed(0))
-    padded = torch.cat([x_t[:2], torch.zeros(1, L, dtype=torch.long)])
-    one_time = dict(w=[0.0], batches=[slice(0, 3)], times=[0.2], training=training, world=world)
-    found = diagnose(
-        policy, prompt, None, state_at=lambda *_: padded, real=torch.tensor([1.0, 1.0, 0.0]), **one_time
-    )
-    expected = diagnose(policy, prompt[:2], None, state_at=lambda *_: x_t[:2], real=torch.ones(2), **one_time)
-    assert found == pytest.approx(expected)
-    names = {f"{measure}/{kind}/0.200" for measure in ("entropy", "distance") for kind in TRAJECTORIES}
-    assert set(expected) == names | {"distance/training/0.200"}
+def test_measures_are_of_each_state_at_its_time_and_without_padding(policy, training):
+    texts, times, w = ["a square", "two squares", "three squares"], [0.2, 0.6], [2.0, 0.0]
+    prompt, null, world = policy.encode(texts), policy.encode([""] * 3), World(0, 1, torch.device("cpu"))
+    g = torch.Generator().manual_seed(0)
+    states = {
+        (name, k, t): torch.randint(K, (3, L), generator=g)
+        for name in TRAJECTORIES
+        for k, t in enumerate(times)
+    }
+    state_at, real = lambda *key: states[key], torch.tensor([1.0, 1.0, 0.0])  # noqa: E731
+    batches = [slice(0, 1), slice(1, 3)]
+    found = diagnose(policy, prompt, null, w, batches, state_at, times, training, real, world)
+    expected = {}
+    for (name, k, t), x_t in states.items():
+        h = entropy(policy, prompt[:2], x_t[:2], null[:2], w[k])
+        expected[f"entropy/{name}/{t:.3f}"] = h.mean().item()
+        far = total_variation(training.counts(x_t[:2]), training.share(t))
+        expected[f"distance/{name}/{t:.3f}"] = far
+        chance = training.counts(training.drawn(2, t))
+        expected[f"distance/training/{t:.3f}"] = total_variation(chance, training.share(t))
+    assert found == pytest.approx(expected, abs=1e-6)
 
 
 def write_run(path, seed, trajectory, kl):
