@@ -99,7 +99,7 @@ def test_public_ratio_is_one_or_without_a_gradient(golden):
     """Difference 5. The public pipeline never holds old log-probabilities, so its ratio is 1 and its clip
     idle; given them, it takes exp(log_p - log_p) of the old policy's mean alone. Ours moves."""
     g, info = golden
-    steps = json.loads(shared("golden/ursa_tiny/grpo_step.json").read_text())
+    steps = json.loads((GOLDEN / "ursa_grpo_step.json").read_text())
     assert all(steps[f"{name}.old_logps_is_none"] == [True] * 3 for name in VARIANTS)
     assert not info["cases"]["old_given_official_nokl"]["loss_depends_on_logits"]
     A, public = g["loss.advantages"], g["loss.old_logps"].mean(-1).exp()
@@ -147,8 +147,8 @@ def ursa():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_accumulated_step_equals_the_public_pipeline(ursa, variant):
     """Three micro-steps of each row of the ablation, from token states to the gradient of the weights."""
-    g = load_file(shared("golden/ursa_tiny/grpo_step.safetensors"))
-    info = json.loads(shared("golden/ursa_tiny/grpo_step.json").read_text())
+    g = load_file(GOLDEN / "ursa_grpo_step.safetensors")
+    info = json.loads((GOLDEN / "ursa_grpo_step.json").read_text())
     parameters = dict(ursa.backbone.named_parameters())
     ursa.zero_grad()
     r = torch.tensor(info["scores"], dtype=torch.float64).view(2, 3).T  # listed image by image

@@ -1,6 +1,7 @@
 """IBQ against the public AutoencoderVQ."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from models.ibq import IBQ
 
 @pytest.fixture(scope="module")
 def golden():
-    return load_file(shared("golden/ibq_tiny/reference.safetensors"))
+    return load_file(Path(__file__).parent.parent / "golden/ibq_tiny.safetensors")
 
 
 @pytest.fixture(scope="module")
