@@ -116,11 +116,13 @@ class FUDOKI(ImagePolicy):
 
     @staticmethod
     def read(directory: Path, dtype: torch.dtype, device: str) -> dict:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedConfig
 
+        # a config of its own: of config.json, whose model_type transformers does not know, it would warn
+        tokenizer = AutoTokenizer.from_pretrained(directory, config=PreTrainedConfig())
         return {
             "backbone": load_backbone(directory, dtype, device),
-            "tokenizer": AutoTokenizer.from_pretrained(directory),
+            "tokenizer": tokenizer,
             "codebook": read_table(directory / "image_embedding.pt").to(device),
         }
 
@@ -240,9 +242,4 @@ def read_table(path: Path) -> Tensor:
     """The metric path's table [K, d], stored as an nn.Embedding, its state or a tensor and nothing else."""
     if not path.exists():
         raise ValueError(f"{path}: no such file; FUDOKI's release has its table of image embeddings there")
-    import collections
-
-    with torch.serialization.safe_globals([nn.Embedding, collections.OrderedDict, set]):
-        table = torch.load(path, map_location="cpu", weights_only=True)
-    table = table.weight if isinstance(table, nn.Embedding) else table
-    return (table["weight"] if isinstance(table, dict) else table).detach().float()
+    return weights.read_table(path, "weight")

@@ -22,6 +22,7 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+PATH = ("alpha", "c", "shift")  # fields of the scheduler file
 
 
 class URSA(ImagePolicy):
@@ -116,8 +117,10 @@ class URSA(ImagePolicy):
             state, path / "transformer", filename_pattern="diffusion_pytorch_model{suffix}.safetensors"
         )
         if self.path_settings:
-            scheduler = {name: self.path_settings.get(name) for name in ("alpha", "c", "shift")}
-            scheduler |= {"_class_name": "KineticOptimalScheduler"}
+            scheduler = {"_class_name": "KineticOptimalScheduler"}
+            scheduler |= {name: self.path_settings[name] for name in PATH if name in self.path_settings}
+            if self.path_settings.get("path") == "mixture":
+                scheduler["alpha"] = None
             (path / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler, indent=1))
         if self.codebook is not None:
             torch.save({"path.emb": self.codebook.cpu()}, path / "scheduler/scheduler_model.pth")
@@ -130,9 +133,8 @@ class URSA(ImagePolicy):
 
         backbone = load_qwen3(directory / "transformer", dtype, device)
         tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
-        table, codebook = directory / "scheduler/scheduler_model.pth", None
-        if table.exists():
-            codebook = torch.load(table, map_location=device, weights_only=True)["path.emb"].float()
+        table = directory / "scheduler/scheduler_model.pth"
+        codebook = weights.read_table(table, "path.emb").to(device) if table.exists() else None
         return {"backbone": backbone, "tokenizer": tokenizer, "codebook": codebook}
 
     @staticmethod
@@ -215,13 +217,16 @@ def load_qwen3(directory: Path, dtype: torch.dtype, device: str):
 
 
 def scheduler_settings(directory: Path) -> dict:
-    """What the scheduler file says: without an alpha the path is the mixture. {} where there is no file."""
+    """What the scheduler file says. An alpha of null is the mixture, as in the public class; no alpha says
+    nothing of the path. {} where there is no file."""
     path = directory / "scheduler_config.json"
     if not path.exists():
         return {}
     released = weights.read_json(path)
-    settings = {name: released[name] for name in ("alpha", "c", "shift") if released.get(name) is not None}
-    return {"path": "metric" if "alpha" in settings else "mixture", "power": 1} | settings
+    settings = {name: released[name] for name in PATH if released.get(name) is not None}
+    if "alpha" in released:
+        settings |= {"path": "mixture" if released["alpha"] is None else "metric", "power": 1}
+    return settings
 
 
 def square(length: int) -> tuple[int, int, int]:

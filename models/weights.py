@@ -66,6 +66,24 @@ def tensors(directory: Path, device: torch.device | str = "cpu") -> Iterator[tup
             raise ValueError(f"{directory / file}: cannot be read ({error})") from None
 
 
+def read_table(path: Path, name: str) -> Tensor:
+    """The matrix [K, d] in a torch file, float32: itself, an nn.Embedding's weight, or ``name`` of a dict.
+    Nothing else is unpickled; any other file is a ValueError that names it."""
+    import collections
+
+    try:
+        with torch.serialization.safe_globals([nn.Embedding, collections.OrderedDict, set]):
+            table = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, pickle and zipfile each have their own
+        kind = type(error).__name__
+        raise ValueError(f"{path}: cannot be read as a torch file of nothing but tensors ({kind})") from error
+    table = table.weight if isinstance(table, nn.Embedding) else table
+    table = table.get(name) if isinstance(table, dict) else table
+    if not isinstance(table, Tensor) or table.dim() != 2:
+        raise ValueError(f"{path}: expected a matrix of codes [K, d], itself or as {name!r} of a dict")
+    return table.detach().float()
+
+
 def fill(
     model: nn.Module,
     directory: Path,

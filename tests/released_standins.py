@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 WORDS = "user assistant a red blue green cube ball on table two small dogs".split()
 CHAT = (
@@ -53,6 +54,18 @@ LLADA = {
     "torch_dtype": "float32",
     "vocab_size": 256,
 }
+URSA_IDS = {"<|startoftext|>": 60, "<|endoftext|>": 61, "<|bov|>": 62}
+FUDOKI_IDS = {"<|startoftext|>": 60, "<|endoftext|>": 61, "<begin_of_image>": 62, "<end_of_image>": 63}
+IBQ = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "block_out_channels": [32, 32],
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "num_vq_embeddings": 64,
+    "vq_embed_dim": 8,
+}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 MMADA = LLADA | {
     "codebook_size": 64,
     "embedding_size": 264,
@@ -127,3 +140,61 @@ def llada(path: Path, **options) -> Path:
 def mmada(path: Path, **options) -> Path:
     """MMaDA with 264 rows, of which 64 image codes from row 190 = len(tokenizer) on."""
     return write(path, options.pop("config", MMADA), tokenizer(MMADA_IDS, 190), **options)
+
+
+def ursa(path: Path) -> Path:
+    """URSA with 64 text rows, 64 image codes of 2 x 2 pixels and a table of its own for the metric path."""
+    from models.ibq import IBQ as Tokenizer
+    from models.ursa import URSA, qwen3
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        backbone = qwen3(64, vocab_size=128, head_dim=16, num_key_value_heads=1, **SMALL)
+        vq, table = Tokenizer(IBQ), torch.randn(64, 8)
+    settings = {"path": "metric", "alpha": 0.7, "c": 5.0, "shift": 2.0, "power": 1}
+    layout = dict(grid=(1, 4, 4), bov_id=62, pad_id=61, codebook=table, path_settings=settings)
+    URSA(backbone, tokenizer(URSA_IDS, 64, None), vq, **layout).save(path)
+    (path / "policy.json").unlink()
+    return path
+
+
+def janus_vq() -> dict[str, torch.Tensor]:
+    """Random tensors of Janus's image tokenizer under the released names: 64 codes of 2 x 2 pixels."""
+    from transformers import JanusVQVAE, JanusVQVAEConfig
+
+    from models.janus_vq import RENAME
+
+    sizes = dict(embed_dim=8, num_embeddings=64, latent_channels=4)
+    widths = dict(base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        state = JanusVQVAE(JanusVQVAEConfig(**sizes, **widths)).state_dict()
+    named = {}
+    for name, value in state.items():
+        for ours, theirs in RENAME.items():
+            name = name.replace(theirs, ours)
+        named[f"gen_vision_model.{name}"] = value
+    return named
+
+
+def fudoki(path: Path) -> Path:
+    """FUDOKI with text ids up to the one of the empty prompt, 64 image codes of 2 x 2 pixels, and tensors of
+    the half that understands images."""
+    from transformers import LlamaConfig
+
+    from models.fudoki import Backbone
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        backbone = Backbone(LlamaConfig(vocab_size=100016, **SMALL), codes=64, code_dim=8, head_dim=24)
+    state = backbone.state_dict() | janus_vq()
+    table = state["gen_vision_model.quantize.embedding.weight"]
+    state |= {"vision_model.x": torch.zeros(1), "aligner.x": torch.zeros(1)}
+    state |= {"language_model.lm_head.weight": torch.zeros(1)}
+    state |= {"gen_vision_model.quantize.codebook_used": torch.zeros(8)}
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(state, path / "model.safetensors")
+    tokenizer(FUDOKI_IDS, 64, None).save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(backbone.released()))
+    torch.save(nn.Embedding.from_pretrained(table), path / "image_embedding.pt")
+    return path

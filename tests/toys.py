@@ -1,4 +1,4 @@
-"""A policy small enough to enumerate, and the recorded LLaDA."""
+"""A policy small enough to enumerate, the recorded LLaDA, and a sampler's recorded run."""
 
 import itertools
 import json
@@ -80,3 +80,26 @@ def golden_llada(path, length: int):
 def whole(ids: torch.Tensor) -> Prompt:
     """A prompt without padding."""
     return Prompt(ids, torch.ones_like(ids, dtype=torch.bool))
+
+
+class Recorded:
+    """Answers with recorded logits [steps, B, L, K], one step a call, whatever it is shown."""
+
+    def __init__(self, logits: torch.Tensor):
+        self.length, self.vocab_size = logits.shape[2:]
+        self.logits = iter(logits.flatten(1, 2))
+
+    def __call__(self, prompt, x_t, null=None, cfg=0.0):
+        return next(self.logits)
+
+
+def recorded_noise(x_t: torch.Tensor, K: int, *u: torch.Tensor):
+    """``samplers.uniform`` of a recorded run of euler: it begins with x_t [B, L]; u: the uniforms
+    [steps, B, L] of the draw, of whether to jump, and of where to (-1 where there was none)."""
+
+    def uniform(generators, *shape, device="cpu"):
+        if shape == x_t.shape[1:]:
+            return (x_t.double() + 0.5) / K
+        return torch.stack(u, 2).transpose(0, 1).clamp(min=0)
+
+    return uniform

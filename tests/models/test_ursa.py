@@ -1,19 +1,25 @@
 """URSA against the public URSATransformer3DModel and its rollout."""
 
 import json
+from pathlib import Path
 
 import pytest
+import released_standins
 import torch
 from conftest import shared
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from toys import Recorded, recorded_noise
 
+import models
+import samplers
 from common import MetricPath
 from models.ibq import IBQ
 from models.policy import Prompt
 from models.ursa import URSA, Rotary, load_qwen3, positions, qwen3, scheduler_settings
-from samplers import draw, euler, euler_times
+from samplers import euler
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 L, K = 24, 64
 
 
@@ -40,7 +46,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def golden():
-    return load_file(shared("golden/ursa_tiny/reference.safetensors"))
+    return load_file(GOLDEN / "ursa_tiny.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -104,24 +110,25 @@ def test_text_padding_is_attended(ursa, golden):
     assert change.abs().max() > 0.1
 
 
-def test_rollout_is_reproduced_draw_by_draw(ursa):
-    """The sampler's own steps, on the recorded noise and our logits."""
-    g = load_file(shared("golden/ursa_tiny/rollout.safetensors"))
-    path, times = MetricPath(g["codebook"], 0.9, 3.0), euler_times(10)
-    x_t = g["latents_init"].flatten(1)
+@pytest.mark.parametrize("network", ["recorded", "ours"])
+def test_rollout_is_reproduced_draw_by_draw(network, request, monkeypatch):
+    """The sampler on the recorded noise, with the recorded logits of each state and with our network's."""
+    g = load_file(GOLDEN / "ursa_rollout.safetensors")
+    policy = Recorded(g["logits"]) if network == "recorded" else request.getfixturevalue("ursa")
+    u = g["r_x1"], g["u_jump"], g["r_jump"]
+    monkeypatch.setattr(samplers, "uniform", recorded_noise(g["latents_init"].flatten(1), K, *u))
+    prompt, path = prompt_of(g["txt_ids"]), MetricPath(g["codebook"], 0.9, 3.0)
+    public = dict(path=path, rate="instantaneous", keep_trajectory=True)
+    out = euler(policy, prompt, [None] * 3, steps=10, **public)
+    assert [t for _, t in out.trajectory] == pytest.approx(g["t"].tolist(), abs=1e-12)
     for k in range(10):
-        assert times[k] == pytest.approx(g["t"][k].item(), abs=1e-12)
-        assert torch.equal(x_t, g["x_t"][k])
-        with torch.no_grad():
-            logits = ursa(prompt_of(g["txt_ids"]), x_t)
-        torch.testing.assert_close(logits.view(3, L, K), g["logits"][k], atol=2e-5, rtol=0)
-        x_1 = draw(logits, g["r_x1"][k].flatten()).view(3, L)
-        assert torch.equal(x_1, g["x1"][k])
-        if k < 9:
-            u = torch.stack([g["u_jump"][k], g["r_jump"][k].clamp(min=0)])
-            x_t = path.jump(x_t, x_1, times[k], times[k + 1], u, integrated=False)
-    frames = ursa.vq.pixels(x_1.view(3, 4, 6))
-    torch.testing.assert_close(frames, g["frames"], atol=1e-4, rtol=0)
+        assert torch.equal(out.trajectory[k][0], g["x_t"][k]) and torch.equal(out.x_1[k], g["x1"][k])
+    assert torch.equal(out.x_0, g["x1"][9])
+    if network == "ours":
+        for x_t, logits in zip(g["x_t"], g["logits"], strict=True):
+            torch.testing.assert_close(policy(prompt, x_t).view(3, L, K), logits, atol=2e-5, rtol=0)
+        frames = policy.vq.pixels(out.x_0.view(3, 4, 6))
+        torch.testing.assert_close(frames, g["frames"], atol=1e-4, rtol=0)
 
 
 def test_encode_pads_left_to_a_fixed_length_and_cuts_the_tail(small):
@@ -148,7 +155,6 @@ def test_samples_decode_to_images(small):
 
 
 def test_saved_policy_loads_again_in_the_released_layout(small, tmp_path, monkeypatch):
-    import models
     from models import tiny
 
     monkeypatch.setattr(tiny, "load_vq", lambda source: Grey())
@@ -166,27 +172,74 @@ def test_saved_policy_loads_again_in_the_released_layout(small, tmp_path, monkey
         models.load(str(tmp_path), length=26)
 
 
-def test_released_checkpoint_without_our_file(ursa, tmp_path):
+def test_released_checkpoint_without_our_file(tmp_path):
     """No policy.json: everything is read from the four released folders."""
-    import models
-
-    ursa.tokenizer = tokenizer()
-    ursa.path_settings = {"path": "metric", "alpha": 0.7, "c": 5.0, "shift": 2.0, "power": 1}
-    ursa.save(tmp_path)
-    (tmp_path / "policy.json").unlink()
-    again = models.load(str(tmp_path), length=25)
-    assert again.path_settings == ursa.path_settings
-    assert (again.bov_id, again.text_vocab, again.text_length, again.length) == (290, 300, 320, 25)
-    assert torch.equal(again.codebook, ursa.codebook)
-    assert again.vq.stride == 2
-    images = again.decode(torch.zeros(1, 25, dtype=torch.long))
-    assert images.shape == (1, 3, 10, 10) and again.respond(images).shape == (1, 25)
+    released = models.load(str(released_standins.ursa(tmp_path)), length=25)
+    assert released.path_settings == {"path": "metric", "alpha": 0.7, "c": 5.0, "shift": 2.0, "power": 1}
+    layout = released.bov_id, released.pad_id, released.text_vocab, released.text_length, released.length
+    assert layout == (62, 61, 64, 320, 25)
+    table = torch.load(tmp_path / "scheduler/scheduler_model.pth", weights_only=True)["path.emb"]
+    assert torch.equal(released.codebook, table) and not torch.equal(released.codebook, released.vq.codebook)
+    assert released.vq.stride == 2
+    images = released.decode(torch.zeros(1, 25, dtype=torch.long))
+    assert images.shape == (1, 3, 10, 10) and released.respond(images).shape == (1, 25)
 
 
 def test_path_settings_are_never_guessed(tmp_path):
+    """An alpha of null is the mixture, as in the public class; without one the file names no path."""
     assert scheduler_settings(tmp_path) == {}
-    (tmp_path / "scheduler_config.json").write_text('{"shift": 1.5}')
+    file = tmp_path / "scheduler_config.json"
+    file.write_text('{"shift": 1.5}')
+    assert scheduler_settings(tmp_path) == {"shift": 1.5}
+    file.write_text('{"alpha": null, "c": null, "shift": 1.5}')
     assert scheduler_settings(tmp_path) == {"path": "mixture", "power": 1, "shift": 1.5}
+    file.write_text('{"alpha": 0.7, "c": 5, "shift": null}')
+    assert scheduler_settings(tmp_path) == {"path": "metric", "power": 1, "alpha": 0.7, "c": 5}
+
+
+@pytest.mark.parametrize(
+    ("known", "stored"),
+    [
+        ({"path": "mixture", "shift": 1.5}, {"alpha": None, "shift": 1.5}),
+        # --path mixture on a checkpoint of the metric path
+        ({"path": "mixture", "alpha": 0.7, "c": 5.0, "shift": 1.5}, {"alpha": None, "c": 5.0, "shift": 1.5}),
+        ({"path": "metric", "alpha": 0.7, "c": 5.0, "shift": 1.5}, {"alpha": 0.7, "c": 5.0, "shift": 1.5}),
+        ({"shift": 1.5}, {"shift": 1.5}),
+        ({}, None),
+    ],
+)
+def test_saved_scheduler_file_says_what_is_known_of_the_path(small, tmp_path, known, stored):
+    small.path_settings = known
+    small.save(tmp_path)
+    file = tmp_path / "scheduler/scheduler_config.json"
+    if stored is None:
+        assert not file.exists()
+    else:
+        said = json.loads(file.read_text())
+        assert said.pop("_class_name") == "KineticOptimalScheduler" and said == stored
+        assert scheduler_settings(file.parent).get("path") == known.get("path")
+
+
+def test_a_table_that_is_none_is_one_sentence(tmp_path):
+    file = released_standins.ursa(tmp_path) / "scheduler/scheduler_model.pth"
+    for wrong in ({"emb": torch.eye(64)}, [1, 2], {"path.emb": torch.ones(3)}):
+        torch.save(wrong, file)
+        with pytest.raises(ValueError, match=f"^{file}: expected a matrix of codes .* 'path.emb' of a dict"):
+            models.load(str(tmp_path))
+    file.write_text("not a torch file")
+    with pytest.raises(ValueError, match=f"^{file}: cannot be read as a torch file of nothing but tensors"):
+        models.load(str(tmp_path))
+
+
+def test_head_dim_is_128_where_the_config_has_none(tmp_path):
+    """As released: 2 heads of 128 over a hidden size of 32."""
+    sizes = dict(vocab_size=20, num_key_value_heads=1, **released_standins.SMALL)
+    save_file(qwen3(8, head_dim=128, **sizes).state_dict(), tmp_path / "model.safetensors")
+    config = sizes | {"rope_theta": 1e6, "lm_head_size": 8, "lm_vocab_size": 12}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    backbone = load_qwen3(tmp_path, torch.float32, "cpu")
+    attention = backbone.get_decoder().layers[0].self_attn
+    assert (backbone.config.head_dim, attention.q_proj.out_features) == (128, 256)
 
 
 def test_bfloat16_keeps_the_positions_whole(small):
