@@ -1,5 +1,5 @@
-"""The commands for MMaDA-8B on GenEval's prompts, with a tiny checkpoint in the released layout under its hub
-id, and two processes."""
+"""The commands for the released image models, with tiny checkpoints in their layouts: MMaDA-8B on GenEval's
+prompts under its hub id and in two processes; URSA and FUDOKI without a policy.json."""
 
 import json
 import os
@@ -14,7 +14,10 @@ import torch
 from conftest import ROOT, shared
 from safetensors.torch import load_file, save_file
 
+import models
 import rebrl
+import udm_grpo
+from models import lora
 from models.magvitv2 import MAGVITv2
 
 PART = {"ch": 32, "ch_mult": [1, 1, 1, 1, 1], "num_res_blocks": [1, 1, 1, 1, 1], "z_channels": 6}
@@ -112,3 +115,78 @@ def test_rebrl_trains_mmada_alike_in_one_process_and_two(hub, tmp_path, monkeypa
     assert max((one[k] - two[k]).abs().max().item() for k in one) < 1e-5
     if keep := os.environ.get("KEEP_SAMPLES"):
         shutil.copytree(tmp_path / "two/samples", keep, dirs_exist_ok=True)
+
+
+UNIFORM = """
+import numpy as np
+
+from eval.task import Task
+
+
+def rows(split, data):
+    return [{"prompt": prompt} for prompt in ("a red cube", "two small dogs", "a blue ball")]
+
+
+def reward(rows, images):
+    return {"red": np.array([image[0].float().mean().item() / 255 for image in images])}
+
+
+def task(protocol=None):
+    return Task("red", "image", rows, reward, weights={"red": 1.0}, score="red")
+"""
+ONCE = (
+    "--length 16 --iterations 1 --prompts 2 --group-size 3 --micro-batch 4 --steps 5 --eval-steps 1 "
+    "--eval-prompts 2 --eval-every 0 --save-every 0 --lr 1e-2"
+)
+
+
+def uniform(model: Path, *more: str) -> dict:
+    """What udm_grpo.py logs of one iteration on the model, its run beside it."""
+    (model.parent / "task.py").write_text(UNIFORM)
+    fixed = f"--model {model} --task {model.parent}/task.py --out {model.parent}/run {ONCE}"
+    udm_grpo.main([*fixed.split(), *more])
+    (metrics,) = (model.parent / "run/metrics.jsonl").read_text().splitlines()
+    return json.loads(metrics)
+
+
+def test_udm_grpo_trains_ursa_as_released(tmp_path):
+    """The naive row of the ablation, guided in the first two of five steps, under FSDP in one process."""
+    model = released_standins.ursa(tmp_path / "ursa")
+    naive = "--trajectory backward --action intermediate --update each --mu 2"
+    try:
+        metrics = uniform(
+            model, *"--shard fsdp --cfg 2 --cfg-until 0.15 --max-prompt 8".split(), *naive.split()
+        )
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert metrics["ratio_max_first"] == 1.0 and metrics["grad_norm"] > 0
+    base, trained = models.load(str(model)), models.load(str(tmp_path / "run/model"))
+    assert (trained.length, trained.text_length) == (16, 8)
+    assert trained.path_settings == base.path_settings and torch.equal(trained.codebook, base.codebook)
+    moved = [not torch.equal(a, b) for a, b in zip(base.parameters(), trained.parameters(), strict=True)]
+    assert sum(moved) > len(moved) / 2
+
+
+def test_udm_grpo_trains_an_adapter_of_fudoki_as_released(tmp_path):
+    """With guidance, whose empty prompt is of the released id, and each block computed again."""
+    model = released_standins.fudoki(tmp_path / "fudoki")
+    metrics = uniform(model, *"--lora-rank 4 --lora-alpha 8 --grad-checkpoint --cfg 2".split())
+    assert metrics["ratio_max_first"] == 1.0 and metrics["grad_norm"] > 0
+    trained = models.load(str(tmp_path / "run/model"))
+    up = {name: layer.lora_B[lora.POLICY].weight for name, layer in lora.layers(trained)}
+    assert len(up) == 2 * 7 and all(B.abs().max() > 1e-3 for B in up.values())
+
+
+@pytest.mark.parametrize("file", [None, '{"shift": 1.0}'])
+def test_a_path_that_no_file_gives_is_asked_for(tmp_path, file):
+    """Without URSA's scheduler folder, and with a file that has no alpha."""
+    model = released_standins.ursa(tmp_path / "ursa")
+    shutil.rmtree(model / "scheduler")
+    if file:
+        (model / "scheduler").mkdir()
+        (model / "scheduler/scheduler_config.json").write_text(file)
+    says = "error: no scheduler file of the checkpoint gives path: give --path, --shift .* --path-alpha and --path-c"
+    with pytest.raises(SystemExit, match=says):
+        uniform(model)
+    assert not (tmp_path / "run").exists()
