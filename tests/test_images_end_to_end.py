@@ -186,7 +186,9 @@ def test_a_path_that_no_file_gives_is_asked_for(tmp_path, file):
     if file:
         (model / "scheduler").mkdir()
         (model / "scheduler/scheduler_config.json").write_text(file)
-    says = "error: no scheduler file of the checkpoint gives path: give --path, --shift .* --path-alpha and --path-c"
+    says = (
+        "error: no scheduler file of the checkpoint gives path: give --path, --shift .*--path-alpha.*--path-c"
+    )
     with pytest.raises(SystemExit, match=says):
         uniform(model)
     assert not (tmp_path / "run").exists()
