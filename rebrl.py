@@ -41,7 +41,9 @@ from run import Run
 from samplers import sample, settings_of, uniform
 
 RECIPES = [
-    Recipe("", ("tiny-geneval",), {}, dict(prompts=8, mu=8, steps=16, eps=0.05)),
+    Recipe(
+        "", ("tiny-geneval",), {}, dict(prompts=8, mu=8, steps=16, eps=0.05, iterations=96, eval_every=24)
+    ),
     Recipe("", ("tiny-math",), {}, dict(sampler="semi_autoregressive", remask="fading", steps=8)),
     Recipe(
         "MMaDA-8B",
