@@ -264,6 +264,10 @@ def uniform_path(
         return MixturePath(policy.vocab_size), known["shift"]
     if policy.codebook is None:
         raise ValueError("--path metric: the model has no codebook to measure distances in")
+    if len(policy.codebook) != policy.vocab_size:
+        raise ValueError(
+            f"--path metric: the head has {policy.vocab_size} codes, the codebook {len(policy.codebook)}"
+        )
     codebook = policy.codebook.to(next(policy.parameters()).device)
     return MetricPath(codebook, known["alpha"], known["c"], known["power"]), known["shift"]
 

@@ -61,8 +61,6 @@ class URSA(ImagePolicy):
         self.text_vocab = backbone.config.vocab_size - self.vocab_size if text_vocab is None else text_vocab
         self.bov_id, self.pad_id, self.text_length = bov_id, pad_id, text_length
         self.path_settings = dict(path_settings or {})
-        if self.codebook is not None and len(self.codebook) != self.vocab_size:
-            raise ValueError(f"URSA: the head has {self.vocab_size} codes, the codebook {len(self.codebook)}")
         config, table = backbone.config, positions(text_length, self.grid)
         rotary = Rotary(table, config.head_dim, config.rope_parameters["rope_theta"])
         backbone.get_decoder().rotary_emb = rotary.to(backbone.device)

@@ -204,3 +204,6 @@ def test_path_settings_are_never_guessed():
     model.codebook = None
     with pytest.raises(ValueError, match="no codebook"):
         uniform_path(model, "metric", alpha=0.9, c=3.0, shift=1.0)
+    model.codebook = torch.eye(K + 1)
+    with pytest.raises(ValueError, match=f"the head has {K} codes, the codebook {K + 1}"):
+        uniform_path(model, "metric", alpha=0.9, c=3.0, shift=1.0)
